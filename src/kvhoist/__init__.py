@@ -1,0 +1,1 @@
+"""kvhoist: a hierarchical KV cache for LLM serving."""
