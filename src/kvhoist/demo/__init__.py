@@ -1,0 +1,1 @@
+"""What `kvhoist demo` shows: a small real model, conversations, and the oracles that judge them."""
