@@ -45,8 +45,9 @@ _DTYPES = {
     "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "int8": 1, "uint8": 1,
 }  # fmt: skip
 _DTYPE_ALIASES = {
-    "double": "float64", "float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16",
-    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+    "double": "float64", "float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16",
+    "bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
 }  # fmt: skip
 
 
@@ -215,9 +216,9 @@ def _layers(get: Getter) -> tuple[int, ...]:
             got="a per-layer config",
             remedy="Describe each size as a Component of its own with its own layers.",
         )
-    has_count = listed is None or any(get(name) is not None for name in _LAYERS)
-    num_layers = _size(get, _LAYERS) if has_count else len(listed)
-    kinds = _kinds_by_fields(get, num_layers) if listed is None else listed
+    has_count = any(get(name) is not None for name in _LAYERS)
+    num_layers = len(listed) if listed is not None and not has_count else _size(get, _LAYERS)
+    kinds = listed or _kinds_by_fields(get, num_layers)
     _refuse_kinds(kinds)
     if len(kinds) != num_layers:
         raise GeometryError(
@@ -258,8 +259,8 @@ def _kinds_by_fields(get: Getter, num_layers: int) -> list[str]:
 
 
 def _differs_by_layer(get: Getter) -> bool:
-    """Tell whether rows change in size between layers: `per_layer_config` (layer → fields that differ) of a config.json,
-    or a config object that says so itself, whose fields then cannot be read as one value."""
+    """Tell whether rows change in size between layers, by `per_layer_config` (layer → fields that differ) of a
+    config.json, or by a config object that says so, whose fields then cannot be read as one value."""
     if get("is_heterogeneous") is True or get("compress_ratios") is not None:
         return True
     overrides = get("per_layer_config")
