@@ -1,0 +1,172 @@
+"""What a platform is: streams, events, memory by address, registration, and the capabilities that it declares as data.
+
+The mover and the copy engines see this protocol and no runtime: CPU today; CUDA and ROCm bind theirs behind it.
+Streams are ordered queues of device work. On a platform whose `capabilities.asynchronous` is False there is no queue:
+work is done when the call returns, and waiting blocks the calling thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+ByteArray: TypeAlias = NDArray[np.uint8]
+IdArray: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A memory: `Device("cpu")`, `Device("cuda", 3)`. ROCm devices are called `cuda` too, as torch calls them."""
+
+    type: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.type if self == CPU else f"{self.type}:{self.index}"
+
+
+CPU = Device("cpu")
+
+
+class Priority(StrEnum):
+    """Which stream goes first where both have work. Loads are HIGH: a prefill waits for them."""
+
+    NORMAL = "normal"
+    HIGH = "high"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """`num_bytes` bytes at `address` of `device`'s memory. `owner` is any object that keeps them mapped; None where the
+    creator vouches for that. Regions compare by place, not by owner."""
+
+    address: int
+    num_bytes: int
+    device: Device = CPU
+    owner: object = field(default=None, compare=False, repr=False)
+
+    @property
+    def end(self) -> int:
+        return self.address + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a platform can do, as data: code asks these fields and never the platform's name."""
+
+    engines: tuple[str, ...]  # copy engines that run here, by preference
+    asynchronous: bool  # streams are queues; else all work is done when its call returns
+    host_visible: bool  # the CPU may read and write device memory by address
+    registers_host: bool  # `register` pins memory for DMA and may answer another device address
+    launches_kernels: bool  # `load_module` works
+
+
+class Event(Protocol):
+    """A point in a stream. Thread-safe."""
+
+    def query(self) -> bool:
+        """Tell whether all work before the point is done. Never blocks."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block the calling thread (GIL released) until `query()`; False where `timeout_s` passed first."""
+        ...
+
+
+class Stream(Protocol):
+    """An ordered queue of work on one device. One thread at a time enqueues."""
+
+    @property
+    def priority(self) -> Priority: ...
+
+    def wait(self, event: Event) -> None:
+        """Let later work of this stream start after `event`. Returns at once where streams are asynchronous."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread (GIL released) until all work enqueued so far is done."""
+        ...
+
+
+class Registration(Protocol):
+    """Host memory that the device may address. A device address is valid within one registration only: no copy may
+    span two (design rule 7)."""
+
+    @property
+    def region(self) -> MemoryRegion: ...
+
+    @property
+    def device_address(self) -> int:
+        """Where the device sees `region.address`. Not the same number on every platform."""
+        ...
+
+    def close(self) -> None:
+        """Unregister. Idempotent; all work that uses the memory must be done."""
+        ...
+
+
+class Module(Protocol):
+    """A loaded code object."""
+
+    def launch(
+        self, kernel: str, grid: int, block: int, parameters: bytes, stream: Stream, *, shared_bytes: int = 0
+    ) -> None:
+        """Enqueue `kernel<<<grid, block>>>` whose single argument is the struct that `parameters` holds."""
+        ...
+
+
+class Platform(Protocol):
+    """One device and its runtime. Thread-safe."""
+
+    name: str
+    device: Device
+    capabilities: Capabilities
+
+    def make_stream(self, priority: Priority = Priority.NORMAL) -> Stream:
+        """Return a new stream, owned by the caller."""
+        ...
+
+    def wrap_stream(self, handle: int) -> Stream:
+        """Return the engine's own stream, from its runtime handle. Not owned: never destroyed here."""
+        ...
+
+    def record(self, stream: Stream) -> Event:
+        """Return an event at the end of what `stream` holds now."""
+        ...
+
+    def view(self, region: MemoryRegion) -> ByteArray:
+        """Return the region's bytes as a writable array that keeps `region.owner` alive.
+
+        Raises ConfigError where the CPU cannot address that device's memory.
+        """
+        ...
+
+    def register(self, region: MemoryRegion) -> Registration:
+        """Make host memory known to the device. Raises ConfigError for memory that is not the host's."""
+        ...
+
+    def copy_batch(self, sources: IdArray, destinations: IdArray, num_bytes: IdArray, stream: Stream) -> None:
+        """Enqueue one copy an entry, between addresses (int64 arrays of one length), in any order; entries must not
+        overlap. The caller keeps the memory and checks the bounds.
+
+        Raises ConfigError for arrays of unequal length or negative counts.
+        """
+        ...
+
+    def load_module(self, image: bytes) -> Module:
+        """Load a code object. Raises ConfigError where `capabilities.launches_kernels` is False."""
+        ...
+
+
+def region_of(array: ByteArray) -> MemoryRegion:
+    """Return the region of a C-contiguous uint8 array, which it keeps alive."""
+    return MemoryRegion(array.__array_interface__["data"][0], array.nbytes, CPU, array)
+
+
+def regions_of(arrays: Sequence[ByteArray]) -> tuple[MemoryRegion, ...]:
+    return tuple(region_of(array) for array in arrays)
