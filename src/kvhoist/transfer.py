@@ -1,0 +1,96 @@
+"""A job under way on one rank, as its caller sees it: a future that can be awaited whole or layer by layer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvhoist.errors import TransferError
+from kvhoist.messages import Completion, Job
+
+
+class Transfer:
+    """The future of one job on one rank. Thread-safe.
+
+    `layers` are the layers a load brings, in the order in which they arrive; other kinds arrive as a whole.
+    """
+
+    def __init__(self, job: Job, layers: tuple[int, ...] = ()) -> None:
+        self.job = job
+        self._index = {layer: i for i, layer in enumerate(layers)}
+        self._arrived = 0
+        self._completion: Completion | None = None
+        self._callbacks: list[Callable[[Transfer], None]] = []
+        self._changed = threading.Condition()
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "under way"
+        return f"<Transfer {self.job.kind} #{self.job.id}, {self.job.num_pages} pages, {state}>"
+
+    @property
+    def done(self) -> bool:
+        return self._completion is not None
+
+    @property
+    def completion(self) -> Completion | None:
+        """This rank's answer, once it is given."""
+        return self._completion
+
+    def wait(self, layer: int | None = None, *, timeout_s: float | None = None) -> None:
+        """Block until `layer` (or all, with None) of every page is in place.
+
+        Raises TransferError when a page failed (`completion.failed_pages` says which), TimeoutError when `timeout_s`
+        passed first, in which case the transfer goes on.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._in_place(layer):
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(f"{self!r} was not in place after {timeout_s} s")
+                self._changed.wait(left)
+        completion = self._completion
+        if completion is not None and completion.failed_pages:
+            raise TransferError(
+                f"{self.job.kind} job {self.job.id} failed",
+                got=f"{len(completion.failed_pages)} of {self.job.num_pages} pages failed: {completion.error}",
+                remedy="Recompute the tokens of those pages.",
+            )
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """Block until the job is answered and return the answer, failed pages or not. Raises TimeoutError."""
+        try:
+            self.wait(timeout_s=timeout_s)
+        except TransferError:
+            pass
+        assert self._completion is not None
+        return self._completion
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Call `callback(self)` when the job is answered: in the thread that answers, or now if it is answered."""
+        with self._changed:
+            if self._completion is None:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def arrive(self, num_layers: int) -> None:
+        """For the mover: the first `num_layers` layers are in place."""
+        with self._changed:
+            self._arrived = num_layers
+            self._changed.notify_all()
+
+    def finish(self, completion: Completion) -> None:
+        """For the mover: the job is answered."""
+        with self._changed:
+            self._completion = completion
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback(self)
+
+    def _in_place(self, layer: int | None) -> bool:
+        if self._completion is not None:
+            return True
+        return layer is not None and layer in self._index and self._index[layer] < self._arrived
