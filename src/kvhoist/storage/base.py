@@ -51,7 +51,7 @@ class Store(Protocol):
         ...
 
     def exists(self, keys: Sequence[StorageKey]) -> list[bool]:
-        """Tell which keys are probably held. Cheap (memory where possible); a hint, only `get` and the check prove it."""
+        """Tell which keys are probably held. Cheap (memory where possible); a hint: only `get` and the check prove."""
         ...
 
     def quarantine(self, keys: Sequence[StorageKey]) -> None:

@@ -1,0 +1,190 @@
+"""Batches cut into chunks, and the queue in which chunks wait for a thread: reads first, persists bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvhoist.messages import StorageKey
+from kvhoist.storage.base import Buffer
+from kvhoist.storage.outcomes import CANCELLED, PageOutcomes
+
+
+class Urgency(IntEnum):
+    """Which chunks go first."""
+
+    READ = 0
+    DROP = 1
+    PERSIST = 2
+
+
+class Batch:
+    """A future, and what its chunks came to so far."""
+
+    def __init__(self, num_pages: int, clock: Callable[[], float], on_cancelled: Callable[[int], None]) -> None:
+        self.future: Future[PageOutcomes] = Future()
+        self._reasons: list[str | None] = [None] * num_pages
+        self._left_pages = num_pages
+        self._bytes = 0
+        self._clock = clock
+        self._on_cancelled = on_cancelled
+        self._started_at: float | None = None
+        self._notified = False
+        self._lock = threading.Lock()
+
+    def start(self) -> bool:
+        """Mark the batch as begun; False where its caller cancelled it first. Called before each chunk runs."""
+        with self._lock:
+            if self._started_at is None and self._begin():
+                self._started_at = self._clock()
+            return self._started_at is not None
+
+    def finish(self, chunk: Chunk, reasons: Sequence[str | None]) -> None:
+        """Take in one chunk's reasons; the last chunk completes the future."""
+        good = [blob for blob, reason in zip(chunk.blobs, reasons, strict=True) if reason is None]
+        with self._lock:
+            self._reasons[chunk.first : chunk.first + len(reasons)] = reasons
+            self._bytes += sum(map(len, good))
+            self._left_pages -= len(reasons)
+            if self._left_pages:
+                return
+            started_at = self._clock() if self._started_at is None else self._started_at
+            outcomes = PageOutcomes(tuple(self._reasons), self._bytes, self._clock() - started_at)
+        self.future.set_result(outcomes)
+
+    def cancel(self, chunk: Chunk) -> None:
+        """End a chunk that was taken off the queue before it ran."""
+        self._on_cancelled(len(chunk.keys))
+        with self._lock:
+            if self._started_at is None and self.future.cancel():
+                self._begin()
+                return
+        self.finish(chunk, [CANCELLED] * len(chunk.keys))
+
+    def refuse(self, reason: str) -> None:
+        """Complete the future of a batch that was not queued: every page, if there is one, fails for `reason`."""
+        if self._begin():
+            self.future.set_result(PageOutcomes((reason,) * len(self._reasons)))
+
+    def _begin(self) -> bool:
+        """Set the future running, or tell those who wait for it (once) that it was cancelled."""
+        if self._notified:
+            return False
+        self._notified = True
+        return self.future.set_running_or_notify_cancel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Neighbouring pages of a batch, the first at index `first`: what one thread does in one piece."""
+
+    batch: Batch
+    urgency: Urgency
+    first: int
+    keys: Sequence[StorageKey]
+    blobs: Sequence[Buffer]
+    act: Callable[[Sequence[StorageKey], Sequence[Buffer]], list[str | None]]
+
+
+class ChunkQueue:
+    """Chunks by urgency, first in first out within one. At most `max_persists` persists run at once, and at most
+    `max_persist_pages` pages wait to be persisted. Thread-safe; waiting costs no CPU."""
+
+    def __init__(self, *, max_persist_pages: int, max_persists: int) -> None:
+        self.closed = False
+        self._max_persist_pages = max_persist_pages
+        self._max_persists = max_persists
+        self._waiting: dict[Urgency, deque[Chunk]] = {urgency: deque() for urgency in Urgency}
+        self._queued_pages = dict.fromkeys(Urgency, 0)
+        self._running_pages = 0
+        self._running_persists = 0
+        self._changed = threading.Condition()
+
+    def put(self, chunks: Sequence[Chunk]) -> bool:
+        """Queue all chunks of one batch, or none: False where there is no room for persists, or when closed."""
+        urgency = chunks[0].urgency
+        num_pages = sum(len(chunk.keys) for chunk in chunks)
+        with self._changed:
+            full = urgency is Urgency.PERSIST and self._queued_pages[urgency] + num_pages > self._max_persist_pages
+            if full or self.closed:
+                return False
+            self._waiting[urgency].extend(chunks)
+            self._queued_pages[urgency] += num_pages
+            self._changed.notify(len(chunks))
+            return True
+
+    def take(self) -> Chunk | None:
+        """Wait for the next chunk that may run and mark it running; None when closed and nothing is left."""
+        while True:
+            with self._changed:
+                while (chunk := self._next()) is None:
+                    if self.closed and not any(self._waiting.values()):
+                        return None
+                    self._changed.wait()
+            if chunk.batch.start():
+                return chunk
+            self.done(chunk)
+            chunk.batch.cancel(chunk)
+
+    def done(self, chunk: Chunk) -> None:
+        """A chunk that `take` gave out has ended."""
+        with self._changed:
+            self._running_pages -= len(chunk.keys)
+            self._running_persists -= chunk.urgency is Urgency.PERSIST
+            self._changed.notify_all()
+
+    def cancel(self, future: Future[PageOutcomes]) -> bool:
+        """Take the chunks of one batch off the queue and end them; False where none waits."""
+        return self._discard(lambda chunk: chunk.batch.future is future)
+
+    def discard_cancelled(self) -> None:
+        """Forget the chunks of futures that were cancelled, and with them their buffers."""
+        self._discard(lambda chunk: chunk.batch.future.cancelled())
+
+    def gauges(self) -> tuple[int, int]:
+        """Return the pages that wait and the pages that run."""
+        with self._changed:
+            return sum(self._queued_pages.values()), self._running_pages
+
+    def close(self, *, discard: bool) -> None:
+        """Take in nothing more; with `discard` end what waits."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+        if discard:
+            self._discard(lambda _: True)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing waits or runs; False after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._running_pages and not any(self._waiting.values()), timeout=timeout_s
+            )
+
+    def _next(self) -> Chunk | None:
+        for urgency, waiting in self._waiting.items():
+            if not waiting or (urgency is Urgency.PERSIST and self._running_persists >= self._max_persists):
+                continue
+            chunk = waiting.popleft()
+            self._queued_pages[urgency] -= len(chunk.keys)
+            self._running_pages += len(chunk.keys)
+            self._running_persists += urgency is Urgency.PERSIST
+            return chunk
+        return None
+
+    def _discard(self, matches: Callable[[Chunk], bool]) -> bool:
+        with self._changed:
+            gone = [chunk for waiting in self._waiting.values() for chunk in waiting if matches(chunk)]
+            for urgency, waiting in self._waiting.items():
+                kept = [chunk for chunk in waiting if not matches(chunk)]
+                if len(kept) < len(waiting):
+                    self._queued_pages[urgency] = sum(len(chunk.keys) for chunk in kept)
+                    self._waiting[urgency] = deque(kept)
+            self._changed.notify_all()
+        for chunk in gone:
+            chunk.batch.cancel(chunk)
+        return bool(gone)
