@@ -1,0 +1,105 @@
+"""What the environment says: the only reader of os.environ. A malformed value is an error, never ignored.
+
+| variable | meaning |
+| --- | --- |
+| KVHOIST_DISABLE | `1` turns all of kvhoist off: engines compute as if it were not there |
+| KVHOIST_CACHE_DIR | folder for unpacked models, stores and compiled kernels; default `$XDG_CACHE_HOME/kvhoist` |
+| KVHOIST_LOG_LEVEL | DEBUG, INFO, WARNING (default), ERROR or CRITICAL |
+| KVHOIST_STORE_SECRET | secret that signs stored pages, as text; at least 16 bytes |
+| KVHOIST_STORE_SECRET_FILE | file with that secret (its bytes, less one line end); not together with the variable above |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvhoist.errors import ConfigError
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_MIN_SECRET_BYTES = 16
+_MAX_SECRET_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The environment's settings, checked. Does not create `cache_dir`; `store_secret` is not part of the repr."""
+
+    disabled: bool
+    cache_dir: Path
+    log_level: str = "WARNING"
+    store_secret: bytes | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read `environ`, or the process's environment. Raises ConfigError that names the variable."""
+        env = os.environ if environ is None else environ
+        return cls(
+            disabled=_flag(env, "KVHOIST_DISABLE"),
+            cache_dir=_cache_dir(env),
+            log_level=_log_level(env),
+            store_secret=_secret(env),
+        )
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").strip().lower()
+    if value not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"{name} is neither on nor off", got=repr(env[name]), choices=[*_TRUE, *filter(None, _FALSE)])
+    return value in _TRUE
+
+
+def _cache_dir(env: Mapping[str, str]) -> Path:
+    given = env.get("KVHOIST_CACHE_DIR", "")
+    if given:
+        path = Path(given).expanduser() if given.startswith("~") else Path(given)
+        if not path.is_absolute() or (path.exists() and not path.is_dir()):
+            raise ConfigError(
+                "KVHOIST_CACHE_DIR cannot be a folder", got=repr(given), expected="an absolute folder path"
+            )
+        return path
+    # The XDG specification has relative paths ignored.
+    base = env.get("XDG_CACHE_HOME", "")
+    home = Path(base) if base.startswith("/") else Path(env.get("HOME") or Path.home()) / ".cache"
+    return home / "kvhoist"
+
+
+def _log_level(env: Mapping[str, str]) -> str:
+    level = env.get("KVHOIST_LOG_LEVEL", "").strip().upper() or "WARNING"
+    if level not in _LOG_LEVELS:
+        raise ConfigError("KVHOIST_LOG_LEVEL is unknown", got=repr(env["KVHOIST_LOG_LEVEL"]), choices=_LOG_LEVELS)
+    return level
+
+
+def _secret(env: Mapping[str, str]) -> bytes | None:
+    text, file = env.get("KVHOIST_STORE_SECRET"), env.get("KVHOIST_STORE_SECRET_FILE")
+    if text is not None and file is not None:
+        raise ConfigError("KVHOIST_STORE_SECRET and KVHOIST_STORE_SECRET_FILE are both set", expected="one of them")
+    if text is not None:
+        return _checked_secret("KVHOIST_STORE_SECRET", text.encode("utf-8", "surrogateescape"))
+    if file is None:
+        return None
+    try:
+        with open(file, "rb") as opened:
+            data = opened.read(_MAX_SECRET_BYTES + 2)
+    except OSError as error:
+        raise ConfigError(
+            "KVHOIST_STORE_SECRET_FILE cannot be read", got=f"{file!r}: {error.strerror}", expected="a readable file"
+        ) from error
+    return _checked_secret("KVHOIST_STORE_SECRET_FILE", data.removesuffix(b"\n").removesuffix(b"\r"))
+
+
+def _checked_secret(name: str, secret: bytes) -> bytes:
+    # The message tells the length only: it may end up in a log.
+    if not _MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
+        raise ConfigError(
+            f"the secret of {name} has a length that cannot be used",
+            got=f"{len(secret)} bytes" if len(secret) <= _MAX_SECRET_BYTES else f"more than {_MAX_SECRET_BYTES} bytes",
+            expected=f"{_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes",
+            remedy="Make one with: openssl rand -hex 32",
+        )
+    return secret
