@@ -1,0 +1,214 @@
+"""CopyPlan: how the bytes of one cache group get from one layout to another."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvhoist.copy.nests import Nest, make_nests, steps_per_unit
+from kvhoist.errors import ConfigError, LayoutError, PageIdError
+from kvhoist.layout import Layout, Unit
+from kvhoist.platform.base import IdArray
+from kvhoist.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """Which copy engine runs a plan, and why that one."""
+
+    engine: str
+    why: str
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """The fewest, longest runs that move one page from `src` to `dst`, as loops over offsets into their buffers.
+
+    `step` is what the nests move at once: a block where either side's ids name blocks (they need not be adjacent, so no
+    run crosses one), else a page. Independent of ids, addresses and devices. `choice` is set by `with_choice`.
+    """
+
+    src: Layout
+    dst: Layout
+    layers: tuple[int, ...]
+    step: Unit
+    nests: tuple[Nest, ...]
+    choice: EngineChoice | None = None
+
+    @classmethod
+    def make(cls, src: Layout, dst: Layout, *, layers: Sequence[int] | None = None) -> CopyPlan:
+        """Plan the copy of `layers` (layer numbers of the group; default all).
+
+        Raises LayoutError for layouts of different groups, ConfigError for layers that the group does not have.
+        """
+        group = src.group
+        if dst.group != group:
+            raise LayoutError(
+                "a plan needs two layouts of one cache group",
+                got=f"{src.name!r} of {src.group.describe()}, {dst.name!r} of {dst.group.describe()}",
+                expected="the same components, page_tokens and blocks_per_page",
+            )
+        chosen = tuple(sorted(set(group.layers if layers is None else layers)))
+        if not chosen or not set(chosen) <= set(group.layers):
+            raise ConfigError(
+                "a plan for layers that the cache group does not have",
+                got=list(chosen),
+                expected=f"at least one of {list(group.layers)}",
+            )
+        by_block = group.blocks_per_page > 1 and Unit.BLOCK in (src.unit, dst.unit)
+        step = Unit.BLOCK if by_block else Unit.PAGE
+        per_unit = (steps_per_unit(src, step), steps_per_unit(dst, step))
+        return cls(src, dst, chosen, step, make_nests(src, dst, frozenset(chosen), per_unit))
+
+    def for_layers(self, first: int, last: int) -> CopyPlan:
+        """Return the plan of this one's layers `first <= layer < last`, with the same choice of engine.
+
+        Raises ConfigError where it has none there.
+        """
+        chosen = [layer for layer in self.layers if first <= layer < last]
+        plan = CopyPlan.make(self.src, self.dst, layers=chosen)
+        return plan.with_choice(self.choice)
+
+    def layer_groups(self, num_groups: int) -> tuple[CopyPlan, ...]:
+        """Cut the plan into at most `num_groups` plans of consecutive layers, first layers first, as even as can be."""
+        count = max(1, min(num_groups, len(self.layers)))
+        cuts = [len(self.layers) * i // count for i in range(count + 1)]
+        return tuple(self.for_layers(self.layers[a], self.layers[b - 1] + 1) for a, b in pairwise(cuts))
+
+    def with_choice(self, choice: EngineChoice | None) -> CopyPlan:
+        return CopyPlan(self.src, self.dst, self.layers, self.step, self.nests, choice)
+
+    @cached_property
+    def steps_per_page(self) -> int:
+        return self.src.group.blocks_per_page if self.step is Unit.BLOCK else 1
+
+    @cached_property
+    def num_runs(self) -> int:
+        """Runs of one page."""
+        return self.steps_per_page * sum(nest.num_runs for nest in self.nests)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes moved for one page."""
+        return self.steps_per_page * sum(nest.num_bytes for nest in self.nests)
+
+    @property
+    def min_run_bytes(self) -> int:
+        return min(nest.run_bytes for nest in self.nests)
+
+    @property
+    def max_run_bytes(self) -> int:
+        return max(nest.run_bytes for nest in self.nests)
+
+    @cached_property
+    def alignment_bytes(self) -> int:
+        """The largest power of two that divides every run's length and both of its offsets, for any ids."""
+        divisor = math.gcd(*(number for nest in self.nests for number in nest.numbers()))
+        return divisor & -divisor
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes moved by one step."""
+        return self.page_bytes // self.steps_per_page
+
+    @property
+    def steps_per_unit(self) -> tuple[int, int]:
+        """How many steps one source id and one destination id name."""
+        return steps_per_unit(self.src, self.step), steps_per_unit(self.dst, self.step)
+
+    def check_ids(self, src_units: ArrayLike, dst_units: ArrayLike) -> tuple[IdArray, IdArray]:
+        """Return the ids as int64 arrays, once all of them are usable; nothing was written by then.
+
+        Raises PageIdError for an id outside of its layout or a destination named twice, ConfigError for arrays that are
+        not integers in one dimension or do not name the same number of pages.
+        """
+        src = _checked(src_units, self.src)
+        dst = _checked(dst_units, self.dst)
+        per_src, per_dst = self.steps_per_unit
+        if len(src) * per_src != len(dst) * per_dst:
+            raise ConfigError(
+                "source and destination ids do not name the same number of pages",
+                got=f"{len(src)} {self.src.unit} ids of {self.src.name!r}, "
+                f"{len(dst)} {self.dst.unit} ids of {self.dst.name!r}",
+                expected=f"{per_dst} source ids for {per_src} destination ids",
+            )
+        if len(dst) > 1:
+            ordered = np.sort(dst)
+            twice = ordered[1:][ordered[1:] == ordered[:-1]]
+            if len(twice):
+                raise PageIdError(
+                    f"a {self.dst.unit} of {self.dst.name!r} is the destination of two copies at once",
+                    got=f"{self.dst.unit} ids {np.unique(twice)[:8].tolist()} more than once",
+                    expected="each destination once",
+                )
+        return src, dst
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data for JSON."""
+        return {
+            "src": self.src.name,
+            "dst": self.dst.name,
+            "layers": list(self.layers),
+            "step": self.step.value,
+            "steps_per_page": self.steps_per_page,
+            "page_bytes": self.page_bytes,
+            "runs_per_page": self.num_runs,
+            "min_run_bytes": self.min_run_bytes,
+            "max_run_bytes": self.max_run_bytes,
+            "alignment_bytes": self.alignment_bytes,
+            "engine": self.choice.engine if self.choice else None,
+            "why": self.choice.why if self.choice else None,
+            "loops": [
+                {"times": times, "run_bytes": run_bytes, "axes": [axis._asdict() for axis in axes]}
+                for (run_bytes, axes), times in self._loops().items()
+            ],
+        }
+
+    def _loops(self) -> Counter[tuple[int, tuple[Any, ...]]]:
+        return Counter((nest.run_bytes, nest.axes) for nest in self.nests)
+
+    def __str__(self) -> str:
+        widths = sorted({nest.run_bytes for nest in self.nests})
+        shown = f"{widths[0]} B" if len(widths) == 1 else f"{widths[0]} to {widths[-1]} B"
+        steps = f" in {self.steps_per_page} blocks" if self.step is Unit.BLOCK else ""
+        lines = [
+            f"{_name(self.src)} -> {_name(self.dst)}",
+            f"  page    {format_bytes(self.page_bytes)}{steps}, {self.num_runs} runs, "
+            f"{len(self.layers)} layers ({self.layers[0]} to {self.layers[-1]})",
+            f"  run     {shown}, aligned to {self.alignment_bytes} B",
+            f"  engine  {f'{self.choice.engine}: {self.choice.why}' if self.choice else 'not chosen yet'}",
+        ]
+        for (run_bytes, axes), times in self._loops().items():
+            loops = " x ".join(f"{a.length} (src +{a.src_stride_bytes}, dst +{a.dst_stride_bytes})" for a in axes)
+            lines.append(f"  loop    {times} x [{loops or '1'}] of {run_bytes} B")
+        return "\n".join(lines)
+
+
+def _name(layout: Layout) -> str:
+    return f"{layout.name} ({layout.num_units} {layout.unit}s)"
+
+
+def _checked(units: ArrayLike, layout: Layout) -> IdArray:
+    ids = np.asarray(units)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"{layout.unit} ids of {layout.name!r} are not a list of integers",
+            got=f"{ids.ndim} dimensions of {ids.dtype}",
+            expected="one dimension of integers",
+        )
+    outside = ids[(ids < 0) | (ids >= layout.num_units)]
+    if outside.size:
+        raise PageIdError(
+            f"{layout.unit} ids outside of {layout.name!r}",
+            got=f"{outside[:8].tolist()}",
+            expected=f"ids from 0 to {layout.num_units - 1}",
+        )
+    return ids.astype(np.int64, copy=False)

@@ -1,0 +1,191 @@
+"""The numpy copy engine: the oracle of every other engine, and the CPU platform's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvhoist.copy.nests import Axis, End, Nest
+from kvhoist.copy.plan import CopyPlan
+from kvhoist.errors import LayoutError
+from kvhoist.layout import Layout
+from kvhoist.platform.base import MemoryRegion
+
+_GATHER_BELOW_BYTES = 8 << 10
+"""A step of fewer bytes than this is gathered with others by one fancy index: a numpy call costs about 1 us, in which a
+core copies 8 KiB, and the gather copies twice."""
+
+_CHUNK_BYTES = 256 << 10
+"""Bytes of one gather: its intermediate stays in the L2 cache."""
+
+
+_Index: TypeAlias = tuple[NDArray[np.int64], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Views of one or more nests: (units, [blocks,] axes..., run) of each side, and their bytes a step."""
+
+    src: NDArray[Any]
+    dst: NDArray[Any]
+    step_bytes: int
+
+
+class _Window:
+    """Carries addresses and strides into numpy. The bounds are the plan's; numpy checks none here."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": dtype.str,
+            "version": 3,
+        }
+
+
+class BoundPlan:
+    """A plan over real memory, its strided views prepared. Keeps the buffers' owners alive. Thread-safe: holds no state
+    of a call; calls that touch the same bytes are the caller's to order."""
+
+    def __init__(
+        self, plan: CopyPlan, src_buffers: Sequence[MemoryRegion], dst_buffers: Sequence[MemoryRegion]
+    ) -> None:
+        """Bind `plan` to host-visible buffers, one for each of the layouts' `buffer_bytes`.
+
+        Raises LayoutError for another number of buffers, or one that is shorter than its layout.
+        """
+        self.plan = plan
+        self._buffers = (tuple(src_buffers), tuple(dst_buffers))
+        for layout, buffers in zip((plan.src, plan.dst), self._buffers, strict=True):
+            _check_buffers(layout, buffers)
+        bases = [[region.address for region in buffers] for buffers in self._buffers]
+        nests = [_placed(nest, bases[0], bases[1]) for nest in plan.nests]
+        self._moves = [self._move(nest) for nest in _fused(nests)]
+
+    def copy(self, src_units: ArrayLike, dst_units: ArrayLike) -> int:
+        """Copy the units named by `src_units` to those named by `dst_units` and return the bytes moved. Where the ids of
+        one side name pages and those of the other blocks, `blocks_per_page` ids stand for a page.
+
+        Blocks until the last byte; numpy releases the GIL in each copy. Raises as `CopyPlan.check_ids` does, before
+        anything is written.
+        """
+        src, dst = self.plan.check_ids(src_units, dst_units)
+        per_src, per_dst = self.plan.steps_per_unit
+        src_index, dst_index = _index(src, per_src), _index(dst, per_dst)
+        num_steps = len(src) * per_src
+        for move in self._moves:
+            if move.step_bytes < _GATHER_BELOW_BYTES:
+                self._gather(move, src_index, dst_index, num_steps)
+            else:
+                self._step(move, src_index, dst_index)
+        return num_steps * self.plan.step_bytes
+
+    def _gather(self, move: _Move, src: _Index, dst: _Index, num_steps: int) -> None:
+        count = max(1, _CHUNK_BYTES // move.step_bytes)
+        for i in range(0, num_steps, count):
+            part = slice(i, i + count)
+            move.dst[tuple(ids[part] for ids in dst)] = move.src[tuple(ids[part] for ids in src)]
+
+    def _step(self, move: _Move, src: _Index, dst: _Index) -> None:
+        steps = zip(
+            zip(*(ids.tolist() for ids in src), strict=True),
+            zip(*(ids.tolist() for ids in dst), strict=True),
+            strict=True,
+        )
+        for src_step, dst_step in steps:
+            move.dst[dst_step] = move.src[src_step]
+
+    def _move(self, nest: Nest) -> _Move:
+        numbers = nest.numbers()
+        item = next(size for size in (8, 4, 2, 1) if all(number % size == 0 for number in numbers))
+        per_src, per_dst = self.plan.steps_per_unit
+        src = _view(
+            nest.src, [axis.src_stride_bytes for axis in nest.axes], nest, self.plan.src.num_units, per_src, item
+        )
+        dst = _view(
+            nest.dst, [axis.dst_stride_bytes for axis in nest.axes], nest, self.plan.dst.num_units, per_dst, item
+        )
+        return _Move(src, dst, nest.num_bytes)
+
+
+def copy(
+    plan: CopyPlan,
+    src_buffers: Sequence[MemoryRegion],
+    src_units: ArrayLike,
+    dst_buffers: Sequence[MemoryRegion],
+    dst_units: ArrayLike,
+) -> int:
+    """Bind and copy once. See BoundPlan, which pays the binding once for many calls."""
+    return BoundPlan(plan, src_buffers, dst_buffers).copy(src_units, dst_units)
+
+
+def _check_buffers(layout: Layout, buffers: Sequence[MemoryRegion]) -> None:
+    got = [region.num_bytes for region in buffers]
+    fits = len(got) == len(layout.buffer_bytes) and all(
+        have >= need for have, need in zip(got, layout.buffer_bytes, strict=True)
+    )
+    if not fits:
+        raise LayoutError(
+            f"the buffers are not those of layout {layout.name!r}",
+            got=f"{len(got)} buffers of {got} bytes",
+            expected=f"{len(layout.buffer_bytes)} buffers of at least {list(layout.buffer_bytes)} bytes",
+        )
+
+
+def _index(units: NDArray[np.int64], steps_per_unit: int) -> _Index:
+    """Return, for every step, the index of its unit, and of the block in it where a unit holds several."""
+    if steps_per_unit == 1:
+        return (units,)
+    return np.repeat(units, steps_per_unit), np.tile(np.arange(steps_per_unit), len(units))
+
+
+def _placed(nest: Nest, src_bases: list[int], dst_bases: list[int]) -> Nest:
+    """Return the nest with addresses for offsets."""
+    ends = [
+        End(0, bases[end.buffer] + end.offset_bytes, end.unit_stride_bytes, end.block_stride_bytes)
+        for end, bases in ((nest.src, src_bases), (nest.dst, dst_bases))
+    ]
+    return Nest(ends[0], ends[1], nest.run_bytes, nest.axes)
+
+
+def _fused(nests: list[Nest]) -> list[Nest]:
+    """Make one nest of neighbours that are alike and stand at one pitch of addresses on both sides, as the tensors of
+    layers that were allocated one after the other mostly do. Only the bytes of the nests themselves are touched."""
+    fused: list[Nest] = []
+    start = 0
+    while start < len(nests):
+        first, count, pitch = nests[start], 1, (0, 0)
+        for nest in nests[start + 1 :]:
+            step = _pitch(nests[start + count - 1], nest)
+            if step is None or (count > 1 and step != pitch):
+                break
+            count, pitch = count + 1, step
+        axes = (Axis(count, *pitch), *first.axes) if count > 1 else first.axes
+        fused.append(Nest(first.src, first.dst, first.run_bytes, axes))
+        start += count
+    return fused
+
+
+def _pitch(a: Nest, b: Nest) -> tuple[int, int] | None:
+    """Return the address differences of two nests that are alike in all else, else None."""
+    src, dst = b.src.offset_bytes - a.src.offset_bytes, b.dst.offset_bytes - a.dst.offset_bytes
+    moved = Nest(_shift(a.src, src), _shift(a.dst, dst), a.run_bytes, a.axes)
+    return (src, dst) if moved == b else None
+
+
+def _shift(end: End, num_bytes: int) -> End:
+    return End(end.buffer, end.offset_bytes + num_bytes, end.unit_stride_bytes, end.block_stride_bytes)
+
+
+def _view(end: End, strides: list[int], nest: Nest, num_units: int, per_unit: int, item: int) -> NDArray[Any]:
+    blocks = [(per_unit, end.block_stride_bytes)] if per_unit > 1 else []
+    axes = zip((axis.length for axis in nest.axes), strides, strict=True)
+    shape = [(num_units, end.unit_stride_bytes), *blocks, *axes, (nest.run_bytes // item, item)]
+    lengths, steps = zip(*shape, strict=True)
+    view: NDArray[Any] = np.asarray(_Window(end.offset_bytes, lengths, steps, np.dtype(f"u{item}")))
+    return view
