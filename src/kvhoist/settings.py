@@ -6,7 +6,7 @@
 | KVHOIST_CACHE_DIR | folder for unpacked models, stores and compiled kernels; default `$XDG_CACHE_HOME/kvhoist` |
 | KVHOIST_LOG_LEVEL | DEBUG, INFO, WARNING (default), ERROR or CRITICAL |
 | KVHOIST_STORE_SECRET | secret that signs stored pages, as text; at least 16 bytes |
-| KVHOIST_STORE_SECRET_FILE | file with that secret (its bytes, less one line end); not together with the variable above |
+| KVHOIST_STORE_SECRET_FILE | file with that secret (its bytes, less one line end); not beside the variable above |
 """
 
 from __future__ import annotations
