@@ -68,7 +68,7 @@ class BoundPlan:
         self._moves = [self._move(nest) for nest in _fused(nests)]
 
     def copy(self, src_units: ArrayLike, dst_units: ArrayLike) -> int:
-        """Copy the units named by `src_units` to those named by `dst_units` and return the bytes moved. Where the ids of
+        """Copy the units `src_units` to the units `dst_units` and return the bytes moved. Where the ids of
         one side name pages and those of the other blocks, `blocks_per_page` ids stand for a page.
 
         Blocks until the last byte; numpy releases the GIL in each copy. Raises as `CopyPlan.check_ids` does, before
