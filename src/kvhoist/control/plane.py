@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from kvhoist.control.directory import Directory, Space
 from kvhoist.control.entry import Entry
@@ -28,21 +28,30 @@ _LOOKUPS_REMEMBERED = 4096
 
 
 class Pins:
-    """Pins held on behalf of one owner, given back together. Not thread-safe; `release` is idempotent."""
+    """Pins held on behalf of one owner, at most one a page and tier, given back together. Not thread-safe.
+
+    `release` is idempotent, and final: what is added later is not pinned.
+    """
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._held: list[tuple[list[Entry], Tier]] = []
+        self._held: dict[Tier, dict[Entry, None]] = {Tier.DEVICE: {}, Tier.HOST: {}}
+        self._released = False
 
     def add(self, entries: Sequence[Entry], tier: Tier) -> None:
-        if entries:
-            self._directory.pin(entries, tier)
-            self._held.append((list(entries), tier))
+        held = self._held[tier]
+        new = [] if self._released else [entry for entry in entries if entry not in held]
+        if new:
+            self._directory.pin(new, tier)
+            held.update(dict.fromkeys(new))
 
-    def release(self) -> None:
-        held, self._held = self._held, []
-        for entries, tier in held:
-            self._directory.unpin(entries, tier)
+    def release(self, tiers: Sequence[Tier] = (Tier.DEVICE, Tier.HOST)) -> None:
+        """Give the pins of `tiers` back; after all of them, nothing is taken any more."""
+        self._released = self._released or len(tiers) == len(self._held)
+        for tier in tiers:
+            held, self._held[tier] = self._held[tier], {}
+            if held:
+                self._directory.unpin(list(held), tier)
 
 
 @dataclass(slots=True)
@@ -63,6 +72,9 @@ class KindCounters:
     failed_pages: int = 0
     bytes: int = 0
     seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
 
 
 class ControlPlane:
@@ -133,21 +145,16 @@ class ControlPlane:
 
         `device_blocks` holds the blocks of keys[start:stop] on a foreign device; an owned device's are known.
         """
-        entries = self.directory.reserve(space, keys, start, stop, Tier.HOST, for_whom=for_whom)
         if device_blocks is None:
-            usable = [entry for entry in entries if entry.is_ready(Tier.DEVICE)]
-            if len(usable) < len(entries):
-                left = [entry for entry in entries if not entry.is_ready(Tier.DEVICE)]
-                self.directory.fail(left, Tier.HOST, "its device copy was gone before the offload began")
-            blocks = self._owned_blocks(usable)
-            return self._send(JobKind.OFFLOAD, space, usable, blocks)
+            return self._offload_owned(space, keys, start, stop, for_whom)
+        entries = self.directory.reserve(space, keys, start, stop, Tier.HOST, for_whom=for_whom)
+        self._note_left_out(space, keys, start, stop)
         index = {key: i for i, key in enumerate(keys[start:stop])}
         per_page = self.group.blocks_per_page
-        blocks = []
+        blocks: list[int] = []
         for entry in entries:
             first = index[entry.key] * per_page
             blocks.extend(device_blocks[first : first + per_page])
-        self._note_left_out(space, keys, start, stop)
         return self._send(JobKind.OFFLOAD, space, entries, blocks)
 
     def write(
@@ -172,9 +179,7 @@ class ControlPlane:
             stop = wanted
             if start >= stop:
                 return None
-        job = self.offload(space, keys, start, stop, device_blocks, for_whom=for_whom)
-        self._note_left_out(space, keys, start, stop)
-        return job
+        return self.offload(space, keys, start, stop, device_blocks, for_whom=for_whom)
 
     def load(
         self,
@@ -232,12 +237,13 @@ class ControlPlane:
         return job
 
     def commit(
-        self, space: Space, keys: Sequence[bytes], entries: Sequence[Entry], *, for_whom: str = ""
+        self, space: Space, keys: Sequence[bytes], indices: Sequence[int], entries: Sequence[Entry], *, for_whom: str = ""
     ) -> None:
-        """Make reserved pages of an owned device, now written, ready, and let the write policy decide on them."""
+        """Make reserved pages of an owned device, now written, ready, and let the write policy decide on them.
+        `entries[j]` is the page of `keys[indices[j]]`, ascending."""
         self.directory.publish(entries, Tier.DEVICE)
         if entries:
-            self.write(space, keys, len(keys) - len(entries), len(keys), for_whom=for_whom)
+            self.write(space, keys, indices[0], indices[-1] + 1, for_whom=for_whom)
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -255,6 +261,12 @@ class ControlPlane:
         for one in finished:
             self._settle(one)
         return finished
+
+    def clear(self, space: Space | None = None) -> int:
+        """Forget every page (of one space, or all) and what storage was asked. Pages in use go when they are given
+        back. Returns the number of pages forgotten."""
+        self._asked.clear()
+        return self.directory.clear(space)
 
     def explain(self, space: Space, keys: Sequence[bytes], num_tokens: int) -> Explanation:
         return self.directory.explain(space, keys, num_tokens, self.group.page_tokens)
@@ -329,6 +341,20 @@ class ControlPlane:
         self._outbox.append(job)
         return job
 
+    def _offload_owned(
+        self, space: Space, keys: Sequence[bytes], start: int, stop: int, for_whom: str
+    ) -> Job | None:
+        """Offload the pages of keys[start:stop] that are ready on the device; those still being written there are not."""
+        reserved: list[Entry] = []
+        for low, high in _runs(start, stop, lambda i: self._is_ready(space, keys[i], Tier.DEVICE)):
+            reserved += self.directory.reserve(space, keys, low, high, Tier.HOST, for_whom=for_whom)
+            self._note_left_out(space, keys, low, high)
+        return self._send(JobKind.OFFLOAD, space, reserved, self._owned_blocks(reserved))
+
+    def _is_ready(self, space: Space, key: bytes, tier: Tier) -> bool:
+        entry = self.directory.find(space, key)
+        return entry is not None and entry.is_ready(tier)
+
     def _tier_filled(self, kind: JobKind) -> Tier | None:
         tier = _FILLS.get(kind)
         return None if tier is Tier.DEVICE and not self.device_owned else tier
@@ -378,3 +404,15 @@ class ControlPlane:
                 left.append(key)
         if left:
             self.directory.note_skipped(space, left, "the host tier had no page to give: all are pinned or in flight")
+
+
+def _runs(start: int, stop: int, wanted: Callable[[int], bool]) -> list[tuple[int, int]]:
+    """Return the maximal runs (first, last + 1) of start..stop whose members are all wanted."""
+    runs: list[tuple[int, int]] = []
+    for i in range(start, stop):
+        if wanted(i):
+            if runs and runs[-1][1] == i:
+                runs[-1] = (runs[-1][0], i + 1)
+            else:
+                runs.append((i, i + 1))
+    return runs

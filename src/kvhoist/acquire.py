@@ -1,0 +1,167 @@
+"""Bringing a prefix onto an owned device: which pages to prefetch, load, or wait for, until all are there."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+from kvhoist.control.entry import Entry
+from kvhoist.control.plane import ControlPlane, Pins
+from kvhoist.control.tiers import Tier
+from kvhoist.lease import Match
+from kvhoist.messages import JobKind
+from kvhoist.transfer import Transfer
+
+_NAMES = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "storage"}
+
+
+class Acquisition:
+    """One request's way to its prefix. `step` is called with the cache's lock held and says what to wait for; between
+    steps the lock is free. Pages found or brought are pinned at once, so that what a step saw the next one finds.
+
+    Requests that want the same page share its transfer. A page that failed ends the prefix there.
+    """
+
+    def __init__(self, plane: ControlPlane, match: Match, transfers: dict[int, Transfer], for_whom: str) -> None:
+        self.transfers: list[Transfer] = []
+        self.pins = Pins(plane.directory)
+        self._plane = plane
+        self._space = match.space
+        self._keys = list(match.keys)
+        self._limit = len(self._keys)
+        self._all_transfers = transfers
+        self._for_whom = for_whom
+        self._found_in: dict[int, Tier] = {}
+        self._ready: list[Entry] = []
+
+    def step(self, dispatch: Callable[[], None]) -> list[Transfer]:
+        """Start what can be started and return the transfers to wait for; none when the prefix is as long as it gets."""
+        self._drop_failed()
+        entries = self._plane.directory.match(self._space, self._keys[: self._limit])
+        self._pin(entries)
+        job_ids = set()
+        for tier, first, last in self._missing(entries):
+            job_ids |= self._fetch(entries, tier, first, last)
+        if len(entries) < self._limit:
+            job_ids |= self._coming(self._keys[len(entries)])
+        dispatch()
+        waits = [self._all_transfers[job_id] for job_id in sorted(job_ids) if job_id in self._all_transfers]
+        self.transfers += [transfer for transfer in waits if transfer not in self.transfers]
+        self._ready = _leading_ready(entries)
+        return waits
+
+    def look(self) -> None:
+        """See what is ready by now, starting nothing."""
+        self._drop_failed()
+        self._ready = _leading_ready(self._plane.directory.match(self._space, self._keys[: self._limit]))
+
+    def only_loads(self, waits: list[Transfer]) -> bool:
+        """Tell whether nothing but loads is under way, and they and what is ready make up the whole prefix."""
+        return all(transfer.job.kind is JobKind.LOAD for transfer in waits)
+
+    def pages(self, *, loading: bool) -> list[int]:
+        """Return the device pages of the leading pages that are ready (or, with `loading`, on their way)."""
+        entries = self._plane.directory.match(self._space, self._keys[: self._limit]) if loading else self._ready
+        pages = []
+        for entry in entries:
+            page = entry.page(Tier.DEVICE)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def finish(self, num_pages: int) -> dict[str, int]:
+        """Count the hit and return how many of the first `num_pages` pages were found in which tier."""
+        self._plane.directory.touch(self._ready[:num_pages])
+        counts = dict.fromkeys(_NAMES.values(), 0)
+        for index in range(num_pages):
+            counts[_NAMES[self._found_in.get(index, Tier.HOST)]] += 1
+        return counts
+
+    def _drop_failed(self) -> None:
+        failed = {
+            transfer.job.keys[page]
+            for transfer in self.transfers
+            if transfer.completion is not None
+            for page in transfer.completion.failed_pages
+        }
+        if failed:
+            first = next((i for i, key in enumerate(self._keys[: self._limit]) if key in failed), self._limit)
+            self._limit = first
+
+    def _pin(self, entries: list[Entry]) -> None:
+        for tier in (Tier.DEVICE, Tier.HOST):
+            self.pins.add([e for e in entries if e.is_ready(tier)], tier)
+        for i, entry in enumerate(entries):
+            nearest = next(tier for tier in Tier if entry.is_ready(tier))
+            self._found_in.setdefault(i, nearest)
+
+    def _missing(self, entries: list[Entry]) -> list[tuple[Tier, int, int]]:
+        """Return runs of pages that the device lacks, by the tier that has them: (tier, first, last + 1)."""
+        runs: list[tuple[Tier, int, int]] = []
+        for i, entry in enumerate(entries):
+            if entry.is_ready(Tier.DEVICE):
+                continue
+            tier = Tier.HOST if entry.is_ready(Tier.HOST) else Tier.STORAGE
+            if runs and runs[-1][0] is tier and runs[-1][2] == i:
+                runs[-1] = (tier, runs[-1][1], i + 1)
+            else:
+                runs.append((tier, i, i + 1))
+        return runs
+
+    def _fetch(self, entries: list[Entry], tier: Tier, first: int, last: int) -> set[int]:
+        """Start moving a run of pages one tier up and return the jobs that bring them, others' included."""
+        start = self._plane.load if tier is Tier.HOST else self._plane.prefetch
+        target = Tier.DEVICE if tier is Tier.HOST else Tier.HOST
+        start(self._space, self._keys, first, last, for_whom=self._for_whom)
+        job_ids = set()
+        for entry in entries[first:last]:
+            job_id = self._plane.job_filling(entry, target)
+            if job_id is not None:
+                job_ids.add(job_id)
+        for job_id in job_ids:
+            self._plane.join(job_id, self.pins)
+        return job_ids
+
+    def _coming(self, key: bytes) -> set[int]:
+        """Return the job that brings the first page that no tier has ready, where another request started one."""
+        entry = self._plane.directory.find(self._space, key)
+        job_ids = set()
+        if entry is not None:
+            for tier in (Tier.DEVICE, Tier.HOST):
+                job_id = self._plane.job_filling(entry, tier)
+                if job_id is not None:
+                    job_ids.add(job_id)
+        return job_ids
+
+
+def _leading_ready(entries: list[Entry]) -> list[Entry]:
+    return list(itertools.takewhile(lambda entry: entry.is_ready(Tier.DEVICE), entries))
+
+
+def run(
+    acquisition: Acquisition,
+    lock: threading.RLock,
+    dispatch: Callable[[], None],
+    *,
+    timeout_s: float,
+    layerwise: bool,
+) -> list[Transfer]:
+    """Step until the prefix is there or `timeout_s` passed; return the loads still under way (layer-wise leases only)."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with lock:
+            waits = acquisition.step(dispatch)
+        if not waits:
+            return []
+        if layerwise and acquisition.only_loads(waits):
+            return waits
+        for transfer in waits:
+            try:
+                transfer.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                with lock:
+                    acquisition.look()
+                return []

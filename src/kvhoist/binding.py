@@ -1,0 +1,193 @@
+"""Both planes bound in one process: jobs go from the outbox to the mover, completions come back under one lock."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from kvhoist.config import CacheConfig
+from kvhoist.control.directory import Directory
+from kvhoist.control.plane import ControlPlane
+from kvhoist.control.policy import WritePolicy
+from kvhoist.control.tiers import Tier
+from kvhoist.device_layout import DeviceCache
+from kvhoist.errors import ClosedError, KvhoistError
+from kvhoist.geometry import CacheGroup
+from kvhoist.layout import Unit
+from kvhoist.memory.arena import HostArena
+from kvhoist.messages import Completion, Job
+from kvhoist.mover import Mover
+from kvhoist.platform.base import Event
+from kvhoist.platform.open import open_platform
+from kvhoist.stats import CacheStats, CloseReport
+from kvhoist.storage.base import Store
+from kvhoist.storage.io import StorageIO
+from kvhoist.storage.open import open_store
+from kvhoist.storage.record import Sealer
+from kvhoist.transfer import Transfer
+
+_log = logging.getLogger(__name__)
+
+
+class Binding:
+    """Owns the host arena, the mover, the storage I/O and (where it was opened from an address) the store.
+
+    `lock` guards `plane` and `transfers` (the jobs under way, by id). Never wait for a transfer while holding it: the
+    thread that finishes a job takes it to book the completion.
+    """
+
+    def __init__(
+        self,
+        group: CacheGroup,
+        device: DeviceCache,
+        host_bytes: int | str,
+        store: Store | str | None,
+        config: CacheConfig,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.transfers: dict[int, Transfer] = {}
+        self._report: CloseReport | None = None
+        self._closing = False
+        policy = WritePolicy.parse(config.write_policy, min_hits=config.min_hits, device_owned=config.device_owned)
+        with contextlib.ExitStack() as undo:
+            self.arena = HostArena(group, host_bytes=host_bytes)
+            undo.callback(self.arena.close)
+            capacities = {Tier.HOST: self.arena.num_pages}
+            if config.device_owned:
+                capacities[Tier.DEVICE] = num_device_pages(device)
+            directory = Directory(capacities, eviction=config.eviction, history_pages=config.history_pages)
+            self.store = None if store is None else open_store(store)
+            self._owns_store = isinstance(store, str)
+            if self.store is not None and self._owns_store:
+                undo.callback(self.store.close)
+            self.plane = ControlPlane(
+                group,
+                directory,
+                policy,
+                device_owned=config.device_owned,
+                has_storage=self.store is not None,
+                clock=time.monotonic,
+            )
+            self.io = self._open_io(config)
+            if self.io is not None:
+                undo.callback(self.io.close, drain=False)
+            self.mover = Mover(
+                group,
+                device,
+                self.arena,
+                platform=open_platform(device.device),
+                on_complete=self._book,
+                io=self.io,
+                io_backend=config.io_backend,
+                debug_verify=config.debug_verify,
+            )
+            undo.pop_all()
+
+    def check_open(self) -> None:
+        """Raise ClosedError once closing has begun."""
+        if self._closing:
+            raise ClosedError("this cache is closed", remedy="Build a new one; the store keeps what was persisted.")
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    def dispatch(self, after: Event | None = None) -> dict[int, Transfer]:
+        """Hand the outbox to the mover, with `lock` held, and return the transfers by job id. A job that it refuses is
+        booked as failed."""
+        submitted: dict[int, Transfer] = {}
+        while jobs := self.plane.take_jobs():
+            for job in jobs:
+                try:
+                    transfer = self.mover.submit(job, after=after)
+                except KvhoistError as error:
+                    self.plane.complete(_all_failed(job, str(error)))
+                    continue
+                submitted[job.id] = transfer
+                if not transfer.done:
+                    self.transfers[job.id] = transfer
+        return submitted
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is under way; False where `timeout_s` passed first."""
+        return self.mover.wait_idle(timeout_s)
+
+    def wait(self, jobs: Sequence[Job | None], timeout_s: float) -> bool:
+        """Wait for those of `jobs` still under way; False where `timeout_s` passed first. Never with `lock` held."""
+        deadline = time.monotonic() + timeout_s
+        with self.lock:
+            transfers = [self.transfers[job.id] for job in jobs if job is not None and job.id in self.transfers]
+        for transfer in transfers:
+            try:
+                transfer.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return False
+        return True
+
+    def stats(self) -> CacheStats:
+        with self.lock:
+            return CacheStats(
+                jobs={kind.value: counters.to_dict() for kind, counters in self.plane.counters.items()},
+                directory=self.plane.directory.stats(),
+                storage=self.io.stats() if self.io else None,
+                store=self.store.stats() if self.store and not self._closing else None,
+                open_jobs=self.plane.tracker.num_open,
+                num_mismatches=self.mover.num_mismatches,
+                host_bytes=self.arena.num_bytes,
+                page_bytes=self.plane.group.page_bytes,
+            )
+
+    def close(self, *, drain: bool, timeout_s: float) -> CloseReport:
+        """Finish (or cancel) what is under way, book the rest as failed, release threads, memory and store."""
+        with self.lock:
+            if self._report is not None:
+                return self._report
+            self._closing = True
+        started = time.monotonic()
+        if drain and not self.flush(timeout_s):
+            _log.warning("closing with jobs still under way after %.1f s", timeout_s)
+        left = max(1.0, timeout_s - (time.monotonic() - started))
+        ended = self.mover.close(drain=False, timeout_s=left)
+        if self.io is not None:
+            ended = self.io.close(drain=False, timeout_s=left) and ended
+        with self.lock:
+            unfinished = self.plane.tracker.jobs()
+            for job in unfinished:
+                self.plane.complete(_all_failed(job, "the cache was closed first"))
+            self.plane.take_jobs()
+            self.plane.audit()
+            if self.store is not None and self._owns_store:
+                self.store.close()
+            if ended:
+                self.arena.close()
+            pages = sum(job.num_pages for job in unfinished)
+            self._report = CloseReport(len(unfinished), pages, not ended, time.monotonic() - started)
+        return self._report
+
+    def _open_io(self, config: CacheConfig) -> StorageIO | None:
+        if self.store is None:
+            return None
+        waiting = config.max_queued_pages or max(1, self.arena.num_pages // 4)
+        return StorageIO(
+            self.store, Sealer(config.store_secret), num_threads=config.io_threads, max_queued_pages=waiting
+        )
+
+    def _book(self, completion: Completion) -> None:
+        with self.lock:
+            finished = self.plane.complete(completion)
+            if finished is not None:
+                self.transfers.pop(finished.job.id, None)
+            self.dispatch()
+
+
+def num_device_pages(device: DeviceCache) -> int:
+    """Return how many whole pages the device tensors hold."""
+    layout = device.layout
+    return layout.num_units // (layout.group.blocks_per_page if layout.unit is Unit.BLOCK else 1)
+
+
+def _all_failed(job: Job, error: str) -> Completion:
+    return Completion(job.id, 0, tuple(range(job.num_pages)), error)

@@ -1,0 +1,383 @@
+"""HierarchicalCache: both planes in one process, for an engine that runs in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from kvhoist import acquire
+from kvhoist.binding import Binding
+from kvhoist.config import CacheConfig
+from kvhoist.control.directory import Space
+from kvhoist.control.explain import Explanation
+from kvhoist.control.keys import TokenChain, Tokens, chain_hashes
+from kvhoist.control.namespace import Namespace
+from kvhoist.control.plane import Pins
+from kvhoist.control.policy import WriteWhen
+from kvhoist.control.tiers import Tier
+from kvhoist.device_layout import DeviceCache
+from kvhoist.errors import GeometryError, PolicyError, UnsupportedGeometryError
+from kvhoist.geometry import CacheGeometry, CacheGroup
+from kvhoist.lease import Lease, Match, Reservation
+from kvhoist.messages import Job
+from kvhoist.platform.base import Event
+from kvhoist.stats import CacheStats, CloseReport
+from kvhoist.storage.base import Store
+from kvhoist.transfer import Transfer
+
+_NAMES = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "storage"}
+
+
+class HierarchicalCache:
+    """A device cache backed by pinned host memory and storage. Thread-safe; use it as a context manager.
+
+    geometry: what a page is (one cache group). namespace: what determines its bytes besides the tokens; methods take
+    another one where one device cache serves several (adapters, tenants). device: the engine's tensors as
+    `read_device_layout` reads them, kept alive by the cache. host_bytes: size of the host tier (`"64GiB"`), taken at
+    once and exactly. store: a Store, or an address for `open_store` such as `"file:/var/cache/kv?capacity=1TiB"`; a
+    store given as an object stays open at close.
+
+    Raises GeometryError where device and geometry differ, UnsupportedGeometryError for several cache groups, PolicyError
+    for an unknown policy or `write_back` on a device tier that the engine owns, HostMemoryError, StorageError.
+    """
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        namespace: Namespace,
+        *,
+        device: DeviceCache,
+        host_bytes: int | str,
+        store: Store | str | None = None,
+        config: CacheConfig | None = None,
+    ) -> None:
+        self.config = config = config or CacheConfig()
+        self.namespace = namespace
+        self.group = group = _only_group(geometry)
+        if device.layout.group != group:
+            raise GeometryError(
+                "the device tensors are not of this geometry",
+                got=device.layout.group.describe(),
+                expected=group.describe(),
+            )
+        self._binding = Binding(group, device, host_bytes, store, config)
+        self._lock = self._binding.lock
+        self._plane = self._binding.plane
+        self._noted: set[bytes] = set()
+        self.space(namespace)
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_host_pages(self) -> int:
+        return self._binding.arena.num_pages
+
+    def space(self, namespace: Namespace | None = None) -> Space:
+        """Return the directory's handle of a namespace (default: the cache's own), noting it in the store."""
+        chosen = namespace or self.namespace
+        store = self._binding.store
+        with self._lock:
+            space = self._plane.space(chosen)
+            new = chosen.digest not in self._noted
+            self._noted.add(chosen.digest)
+        if new and store is not None:
+            store.note_namespace(chosen.digest, chosen.field_dict())
+        return space
+
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        salt: bytes = b"",
+        extras: Mapping[int, bytes] | None = None,
+        chain: TokenChain | None = None,
+        max_tokens: int | None = None,
+        namespace: Namespace | None = None,
+        timeout_s: float | None = None,
+    ) -> Match:
+        """Return the longest prefix of `tokens` that the tiers hold, in whole pages, within `max_tokens` (give
+        `len(tokens) - 1` to leave the last token to be computed).
+
+        `salt` separates tenants, `extras` maps a page index to what else determines it (multimodal hashes). A
+        conversation passes its `chain`, so that only new pages are hashed. Waits up to `timeout_s` (default
+        `lookup_timeout_s`) for storage to say what it holds; 0 never waits. Raises TokenError, ClosedError.
+        """
+        keys = self._keys(tokens, salt, extras, chain)
+        if max_tokens is not None:
+            keys = keys[: max(0, max_tokens) // self.group.page_tokens]
+        space = self.space(namespace)
+        with self._lock:
+            self._binding.check_open()
+            entries = self._plane.directory.match(space, keys)
+            job = self._plane.lookup(space, keys, len(entries)) if len(entries) < len(keys) else None
+            transfer = self._start(job)
+        pending = transfer is not None
+        if transfer is not None:
+            with contextlib.suppress(TimeoutError):
+                transfer.result(self.config.lookup_timeout_s if timeout_s is None else timeout_s)
+                pending = False
+        with self._lock:
+            entries = self._plane.directory.match(space, keys)
+            nearest = [next(tier for tier in Tier if entry.is_ready(tier)) for entry in entries]
+        by_tier = {name: nearest.count(tier) for tier, name in _NAMES.items()}
+        return Match(space, tuple(keys), self.group.page_tokens, len(entries), by_tier, pending)
+
+    def explain(
+        self,
+        tokens: Tokens,
+        *,
+        salt: bytes = b"",
+        extras: Mapping[int, bytes] | None = None,
+        chain: TokenChain | None = None,
+        namespace: Namespace | None = None,
+    ) -> Explanation:
+        """Say page by page which tiers hold `tokens`, and for the first miss why. Asks storage first, as `match` does."""
+        match = self.match(tokens, salt=salt, extras=extras, chain=chain, namespace=namespace)
+        with self._lock:
+            return self._plane.explain(match.space, match.keys, len(tokens))
+
+    # -- an owned device tier --------------------------------------------------------------------------------------
+
+    def acquire(
+        self, match: Match, *, timeout_s: float | None = None, layerwise: bool = False, for_whom: str = ""
+    ) -> Lease:
+        """Bring the matched prefix to the device and pin it there; the lease may be shorter than the match (a page
+        failed, is late after `timeout_s`, or does not fit). With `layerwise` it returns while loads are under way.
+
+        `for_whom` names the request in the history of what had to be evicted. Raises PolicyError on a foreign device.
+        """
+        self._need_owned("acquire")
+        with self._lock:
+            self._binding.check_open()
+            way = acquire.Acquisition(self._plane, match, self._binding.transfers, for_whom)
+        try:
+            self._clean(match.num_pages - match.pages_by_tier["device"])
+            limit = self.config.acquire_timeout_s if timeout_s is None else timeout_s
+            loads = acquire.run(way, self._lock, self._binding.dispatch, timeout_s=limit, layerwise=layerwise)
+            with self._lock:
+                pages = way.pages(loading=bool(loads))
+                tokens = {name: n * self.group.page_tokens for name, n in way.finish(len(pages)).items()}
+                if self._plane.policy.when is WriteWhen.WRITE_THROUGH_SELECTIVE and pages:
+                    self._plane.write(match.space, match.keys, 0, len(pages), for_whom=for_whom)
+                    self._binding.dispatch()
+                way.pins.release([Tier.HOST])
+        except BaseException:
+            self._release(way.pins)
+            raise
+        return Lease(match, pages, tokens, loads, lambda: self._release(way.pins))
+
+    def reserve(
+        self,
+        tokens: Tokens,
+        *,
+        lease: Lease | None = None,
+        salt: bytes = b"",
+        extras: Mapping[int, bytes] | None = None,
+        chain: TokenChain | None = None,
+        namespace: Namespace | None = None,
+        for_whom: str = "",
+    ) -> Reservation:
+        """Reserve device pages for those whole pages of `tokens` after `lease` that the device does not hold yet.
+
+        Raises PolicyError on a foreign device, TokenError, ClosedError.
+        """
+        self._need_owned("reserve")
+        keys = self._keys(tokens, salt, extras, chain)
+        space = lease.match.space if lease else self.space(namespace)
+        start = min(lease.num_pages if lease else 0, len(keys))
+        self._clean(len(keys) - start)
+        with self._lock:
+            self._binding.check_open()
+            entries = self._plane.directory.reserve(space, keys, start, len(keys), Tier.DEVICE, for_whom=for_whom)
+        index = {key: i for i, key in enumerate(keys)}
+        indices = [index[entry.key] for entry in entries]
+        pages = [page for entry in entries if (page := entry.page(Tier.DEVICE)) is not None]
+
+        def commit() -> None:
+            with self._lock:
+                self._plane.commit(space, keys, indices, entries, for_whom=for_whom)
+                self._binding.dispatch()
+
+        def abandon() -> None:
+            with self._lock:
+                self._plane.directory.fail(entries, Tier.DEVICE, "its request gave up before the page was complete")
+
+        return Reservation(indices, pages, commit, abandon)
+
+    # -- moves, tier by tier ---------------------------------------------------------------------------------------
+
+    def offload(
+        self, match: Match, device_blocks: Sequence[int] | None = None, *, first: int = 0, after: Event | None = None
+    ) -> Transfer | None:
+        """Copy to the host tier those of the match's pages from `first` on that it lacks, whatever the write policy says.
+
+        On a foreign device `device_blocks` names the blocks of these pages, which the engine leaves alone until the
+        transfer is done; on an owned one the pages that are ready there are taken. The copy begins after the event
+        `after`. None where nothing is lacking or the host tier has no room.
+        """
+        stop = len(match.keys)
+        if device_blocks is not None:
+            stop = first + len(device_blocks) // self.group.blocks_per_page
+        with self._lock:
+            self._binding.check_open()
+            job = self._plane.offload(match.space, match.keys, first, min(stop, len(match.keys)), device_blocks)
+            return self._start(job, after)
+
+    def write(
+        self, match: Match, device_blocks: Sequence[int], *, first: int = 0, after: Event | None = None
+    ) -> Transfer | None:
+        """Offer freshly computed pages of a foreign device to the write policy: as `offload`, where it says so."""
+        stop = first + len(device_blocks) // self.group.blocks_per_page
+        with self._lock:
+            self._binding.check_open()
+            return self._start(self._plane.write(match.space, match.keys, first, stop, device_blocks), after)
+
+    def load(
+        self, match: Match, device_blocks: Sequence[int], *, first: int = 0, after: Event | None = None
+    ) -> Transfer | None:
+        """Copy pages from `first` on, ready in the host tier, to the blocks of a foreign device, which belong to the
+        transfer until it is done. An owned device uses `acquire`. Raises PageIdError for a page that is not ready."""
+        stop = first + len(device_blocks) // self.group.blocks_per_page
+        with self._lock:
+            self._binding.check_open()
+            return self._start(self._plane.load(match.space, match.keys, first, stop, device_blocks), after)
+
+    def prefetch(self, match: Match) -> Transfer | None:
+        """Bring those of the match's pages that only storage holds to the host tier, verified; None where none is."""
+        with self._lock:
+            self._binding.check_open()
+            entries = self._plane.directory.match(match.space, match.keys)
+            lacking = [i for i, e in enumerate(entries) if not (e.is_ready(Tier.DEVICE) or e.is_ready(Tier.HOST))]
+            if not lacking:
+                return None
+            return self._start(self._plane.prefetch(match.space, match.keys, lacking[0], lacking[-1] + 1))
+
+    def persist(self, match: Match) -> Transfer | None:
+        """Write those of the match's pages that the host tier has and storage is not known to hold; None where none is."""
+        with self._lock:
+            self._binding.check_open()
+            entries = self._plane.directory.match(match.space, match.keys)
+            return self._start(self._plane.persist(match.space, entries) if self._plane.has_storage else None)
+
+    # -- upkeep ----------------------------------------------------------------------------------------------------
+
+    def pin(self, match: Match) -> Pins:
+        """Forbid the tiers to evict what they hold now of the matched pages, until `unpin`."""
+        pins = Pins(self._plane.directory)
+        with self._lock:
+            self._binding.check_open()
+            entries = self._plane.directory.match(match.space, match.keys)
+            for tier in (Tier.DEVICE, Tier.HOST):
+                pins.add([entry for entry in entries if entry.is_ready(tier)], tier)
+        return pins
+
+    def unpin(self, pins: Pins) -> None:
+        """Give back what `pin` returned. Idempotent."""
+        with self._lock:
+            pins.release()
+
+    def evict(self, tier: str, num_pages: int) -> int:
+        """Give up `num_pages` pages of `"host"` (or of an owned `"device"`) by the eviction policy; returns how many
+        went: pinned ones stay. Under `write_back` device pages are offloaded first. Raises PolicyError."""
+        chosen = {"device": Tier.DEVICE, "host": Tier.HOST}.get(tier)
+        if chosen is None:
+            raise PolicyError("no such tier to evict from", got=repr(tier), choices=["device", "host"])
+        if chosen is Tier.DEVICE:
+            self._need_owned("evict")
+            self._clean(num_pages, room=0)
+        with self._lock:
+            self._binding.check_open()
+            return len(self._plane.directory.evict(chosen, num_pages, for_whom="evict()"))
+
+    def clear(self, namespace: Namespace | None = None, *, storage: bool = False) -> int:
+        """Forget every page (of one namespace, or all) in device and host; pages in use go when they are given back.
+        With `storage` remove them from the store too. Returns the number of pages forgotten."""
+        with self._lock:
+            self._binding.check_open()
+            space = self._plane.space(namespace) if namespace else None
+            count = self._plane.clear(space)
+        store = self._binding.store
+        if storage and store is not None:
+            for digest in [namespace.digest] if namespace else list(store.namespaces()):
+                store.remove_namespace(digest)
+        return count
+
+    def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
+        """Call `callback` for pages stored in or removed from a tier (under the cache's lock: be quick, call nothing
+        of the cache); returns the call that ends it."""
+        with self._lock:
+            return self._plane.directory.subscribe(callback)
+
+    def stats(self) -> CacheStats:
+        return self._binding.stats()
+
+    def audit(self) -> None:
+        """Recount every page id, pin and job. Raises PageIdError naming what does not add up."""
+        with self._lock:
+            self._plane.audit()
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Offload what `write_back` still holds back, and wait until nothing is under way; False after `timeout_s`."""
+        self._clean(self._plane.directory.capacity(Tier.DEVICE) if self.config.device_owned else 0, room=0)
+        return self._binding.flush(timeout_s)
+
+    def close(self, *, drain: bool = True, timeout_s: float = 60.0) -> CloseReport:
+        """Finish what is under way (or cancel it, without `drain`), account for every page, release everything.
+        Idempotent; returns the first call's report. Raises PageIdError when the books do not add up."""
+        if drain and not self._binding.closing:
+            self.flush(timeout_s)
+        return self._binding.close(drain=drain, timeout_s=timeout_s)
+
+    def __enter__(self) -> HierarchicalCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _keys(
+        self, tokens: Tokens, salt: bytes, extras: Mapping[int, bytes] | None, chain: TokenChain | None
+    ) -> list[bytes]:
+        if chain is not None:
+            return chain.keys(tokens, extras)
+        return chain_hashes(tokens, self.group.page_tokens, extras=extras, salt=salt)
+
+    def _start(self, job: Job | None, after: Event | None = None) -> Transfer | None:
+        submitted = self._binding.dispatch(after)
+        return submitted.get(job.id) if job is not None else None
+
+    def _release(self, pins: Pins) -> None:
+        with self._lock:
+            pins.release()
+
+    def _clean(self, num_pages: int, *, room: int | None = None) -> None:
+        """Under write_back, offload what the device tier is about to give up for `num_pages` new pages, and wait."""
+        if self._plane.policy.when is not WriteWhen.WRITE_BACK:
+            return
+        with self._lock:
+            free = self._plane.directory.num_free(Tier.DEVICE) if room is None else room
+            jobs = self._plane.offload_victims(num_pages - free)
+            self._binding.dispatch()
+        self._binding.wait(jobs, self.config.acquire_timeout_s)
+
+    def _need_owned(self, what: str) -> None:
+        if not self.config.device_owned:
+            raise PolicyError(
+                f"{what} needs a device tier that kvhoist owns",
+                got="device_owned=False",
+                remedy="On a foreign device use match, load(match, device_blocks) and write(match, device_blocks).",
+            )
+
+
+def _only_group(geometry: CacheGeometry) -> CacheGroup:
+    if len(geometry.groups) != 1:
+        raise UnsupportedGeometryError(
+            "a cache serves one cache group today",
+            got=f"{len(geometry.groups)} groups",
+            remedy="Build one HierarchicalCache for each group.",
+        )
+    return geometry.groups[0]

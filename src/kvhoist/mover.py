@@ -1,0 +1,237 @@
+"""The data plane of one rank: takes jobs, moves the bytes, answers each job exactly once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import numpy as np
+
+from kvhoist.copy.choose import choose_engine
+from kvhoist.copy.plan import CopyPlan
+from kvhoist.copy.reference import BoundPlan
+from kvhoist.device_layout import DeviceCache
+from kvhoist.errors import ClosedError, ConfigError
+from kvhoist.geometry import CacheGroup
+from kvhoist.memory.arena import HostArena
+from kvhoist.messages import WHOLE, Completion, Job, JobKind, Shard, StorageKey
+from kvhoist.platform.base import Event, Platform
+from kvhoist.storage.io import StorageIO
+from kvhoist.storage.outcomes import PageOutcomes
+from kvhoist.transfer import Transfer
+from kvhoist.verify import PageDigests
+
+_log = logging.getLogger(__name__)
+_MAX_LOAD_STEPS = 8
+
+
+class Mover:
+    """Moves pages for one cache group of one rank. Thread-safe.
+
+    Loads and offloads run on a thread each, storage jobs on `io`'s threads; all of them sleep while there is nothing to
+    do. `on_complete` is called once a job, in the thread that finished it and before the transfer is done, so that
+    whoever waits for the transfer sees the books up to date; it must not block on another transfer. `shard` names this
+    rank's part of a page in storage.
+
+    With `debug_verify` each page is hashed when it reaches the host tier; after a load it is read back from the device
+    and compared, and a page that differs is a failed page (`num_mismatches` counts them).
+    """
+
+    def __init__(
+        self,
+        group: CacheGroup,
+        device: DeviceCache,
+        arena: HostArena,
+        *,
+        platform: Platform,
+        on_complete: Callable[[Completion], object],
+        io: StorageIO | None = None,
+        rank: int = 0,
+        shard: Shard = WHOLE,
+        io_backend: str = "auto",
+        debug_verify: bool = False,
+    ) -> None:
+        self.rank = rank
+        self._group = group
+        self._arena = arena
+        self._io = io
+        self._shard = shard
+        self._on_complete = on_complete
+        offload, load = (
+            plan.with_choice(choose_engine(plan, platform, io_backend))
+            for plan in (CopyPlan.make(device.layout, arena.layout), CopyPlan.make(arena.layout, device.layout))
+        )
+        self.plans = (offload, load)
+        self._offload_plan = BoundPlan(offload, device.buffers, arena.buffers)
+        self._load_steps = [
+            BoundPlan(step, arena.buffers, device.buffers) for step in load.layer_groups(_MAX_LOAD_STEPS)
+        ]
+        self._digests = PageDigests(self._offload_plan, arena) if debug_verify else None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._open: dict[int, Transfer] = {}
+        self._cancelled: set[int] = set()
+        self._futures: dict[int, Future[PageOutcomes]] = {}
+        self._idle = threading.Condition(self._lock)
+        self._queues: dict[JobKind, SimpleQueue[tuple[Transfer, Event | None] | None]] = {
+            JobKind.LOAD: SimpleQueue(),
+            JobKind.OFFLOAD: SimpleQueue(),
+        }
+        self._threads = [
+            threading.Thread(target=self._work, args=(queue,), name=f"kvhoist-{kind}-{rank}", daemon=True)
+            for kind, queue in self._queues.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_open(self) -> int:
+        """Jobs not yet answered."""
+        return len(self._open)
+
+    @property
+    def num_mismatches(self) -> int:
+        """Pages that `debug_verify` found to differ from what was offloaded."""
+        return self._digests.num_mismatches if self._digests else 0
+
+    def submit(self, job: Job, *, after: Event | None = None) -> Transfer:
+        """Start a job and return its transfer at once. The copy waits for `after` (the producer of an offload's source,
+        the last reader of a load's destination). The job's pages and blocks belong to it until it is answered.
+
+        Raises ClosedError after close, ConfigError for a storage job without storage.
+        """
+        transfer = Transfer(job, self._group.layers if job.kind is JobKind.LOAD else ())
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this mover is closed", got=f"a {job.kind} job")
+            if job.kind not in self._queues and self._io is None:
+                raise ConfigError(f"a {job.kind} job needs a store", remedy="Attach one when the cache is built.")
+            self._open[job.id] = transfer
+        if job.kind in self._queues:
+            self._queues[job.kind].put((transfer, after))
+        else:
+            self._submit_io(transfer)
+        return transfer
+
+    def cancel(self, job_id: int) -> bool:
+        """Cancel a job that has not begun: it is answered with all pages failed. False where it has begun or is done."""
+        with self._lock:
+            future = self._futures.get(job_id)
+            if job_id not in self._open:
+                return False
+            if future is None:
+                self._cancelled.add(job_id)
+                return True
+        return self._io is not None and self._io.cancel(future)
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Block until every job is answered; False when `timeout_s` passed first."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._open, timeout_s)
+
+    def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
+        """Stop taking jobs, finish what is queued (or cancel it, without `drain`) and end the threads.
+
+        Returns whether every job was answered within `timeout_s`. Idempotent. Arena, device and store stay open.
+        """
+        with self._lock:
+            self._closed = True
+            open_ids = list(self._open)
+        if not drain:
+            for job_id in open_ids:
+                self.cancel(job_id)
+        answered = self.wait_idle(timeout_s)
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s if answered else 0.1)
+        return answered
+
+    def _work(self, queue: SimpleQueue[tuple[Transfer, Event | None] | None]) -> None:
+        while (work := queue.get()) is not None:
+            transfer, after = work
+            started = time.monotonic()
+            try:
+                failed, error = self._copy(transfer, after)
+            except BaseException as problem:  # a rank must answer whatever happened, or its peers' pages hang
+                _log.exception("job %d (%s) failed", transfer.job.id, transfer.job.kind)
+                failed, error = tuple(range(transfer.job.num_pages)), f"{type(problem).__name__}: {problem}"
+            moved = (transfer.job.num_pages - len(failed)) * self._group.page_bytes
+            seconds = time.monotonic() - started
+            self._answer(transfer, Completion(transfer.job.id, self.rank, failed, error, moved, seconds))
+
+    def _copy(self, transfer: Transfer, after: Event | None) -> tuple[tuple[int, ...], str | None]:
+        job = transfer.job
+        with self._lock:
+            cancelled = job.id in self._cancelled
+        if cancelled:
+            return tuple(range(job.num_pages)), "cancelled before it began"
+        if after is not None:
+            after.wait()
+        pages = np.asarray(job.host_pages, dtype=np.int64)
+        blocks = np.asarray(job.device_blocks, dtype=np.int64)
+        if job.kind is JobKind.OFFLOAD:
+            self._offload_plan.copy(blocks, pages)
+            if self._digests:
+                self._digests.remember(job.host_pages)
+            return (), None
+        arrived = 0
+        for step in self._load_steps:
+            step.copy(pages, blocks)
+            arrived += len(step.plan.layers)
+            if self._digests is None:
+                transfer.arrive(arrived)
+        if self._digests is None:
+            return (), None
+        wrong = self._digests.mismatches(job.host_pages, blocks)
+        return wrong, "debug_verify: the device does not hold what was offloaded" if wrong else None
+
+    def _submit_io(self, transfer: Transfer) -> None:
+        assert self._io is not None
+        job = transfer.job
+        keys = [StorageKey(job.page_key(i), self._shard) for i in range(job.num_pages)]
+        blobs = [self._arena.page(page) for page in job.host_pages]
+        if job.kind is JobKind.PERSIST:
+            future = self._io.persist(keys, blobs)
+        elif job.kind is JobKind.PREFETCH:
+            future = self._io.prefetch(keys, blobs)
+        elif job.kind is JobKind.LOOKUP:
+            future = self._io.lookup(keys)
+        else:
+            future = self._io.drop(keys)
+        with self._lock:
+            if job.id in self._open:
+                self._futures[job.id] = future
+        future.add_done_callback(lambda done: self._answer_io(transfer, done))
+
+    def _answer_io(self, transfer: Transfer, future: Future[PageOutcomes]) -> None:
+        job = transfer.job
+        everything = tuple(range(job.num_pages))
+        if future.cancelled():
+            answer = Completion(job.id, self.rank, everything, "cancelled before it began")
+        elif (problem := future.exception()) is not None:
+            answer = Completion(job.id, self.rank, everything, f"{type(problem).__name__}: {problem}")
+        else:
+            done = future.result()
+            answer = Completion(job.id, self.rank, done.failed_pages, done.error, done.bytes, done.seconds)
+            if job.kind is JobKind.PREFETCH and self._digests:
+                failed = set(done.failed_pages)
+                self._digests.remember([page for i, page in enumerate(job.host_pages) if i not in failed])
+        self._answer(transfer, answer)
+
+    def _answer(self, transfer: Transfer, answer: Completion) -> None:
+        try:
+            self._on_complete(answer)
+        except Exception:
+            _log.exception("the completion of job %d could not be booked", answer.id)
+        transfer.finish(answer)
+        with self._idle:
+            self._open.pop(answer.id, None)
+            self._futures.pop(answer.id, None)
+            self._cancelled.discard(answer.id)
+            self._idle.notify_all()
+
