@@ -1,0 +1,22 @@
+"""Storage: records that prove themselves, stores that keep them, and the bounded pool that moves them."""
+
+from kvhoist.storage.base import Buffer, Store, StoreStats
+from kvhoist.storage.file import FileStore
+from kvhoist.storage.io import StorageIO, StorageIOStats
+from kvhoist.storage.memory import MemoryStore
+from kvhoist.storage.open import open_store
+from kvhoist.storage.outcomes import PageOutcomes
+from kvhoist.storage.record import Sealer
+
+__all__ = [
+    "Buffer",
+    "FileStore",
+    "MemoryStore",
+    "PageOutcomes",
+    "Sealer",
+    "StorageIO",
+    "StorageIOStats",
+    "Store",
+    "StoreStats",
+    "open_store",
+]

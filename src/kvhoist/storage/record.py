@@ -106,6 +106,16 @@ def read_header(header: bytes) -> RecordHeader | None:
     return RecordHeader(key_of(identity), blob_bytes, written_at / 1000, bool(flags & _SIGNED))
 
 
+def blob_bytes_of(header: bytes) -> int:
+    """Return the blob length that a sound header states."""
+    return int.from_bytes(header[16:24], "little")
+
+
+def written_at_of(header: bytes) -> int:
+    """Return when the record of a sound header was written, in milliseconds since 1970."""
+    return int.from_bytes(header[24:32], "little")
+
+
 class Sealer:
     """Makes headers at persist and checks them at prefetch. Thread-safe; holds no state but the derived key.
 

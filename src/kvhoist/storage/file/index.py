@@ -1,0 +1,235 @@
+"""Which page lies in which slot, in memory: what this process owns and may evict, and what it reads of others.
+
+No I/O happens here, and every method is called under the store's one lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhoist.storage.file.segment import Segment, slots_that_fit
+from kvhoist.storage.record import namespace_of
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """A segment and what this process knows of its slots.
+
+    `free` is a heap of slots to give out; `stale` those of them whose header on disk is still a valid one and must be
+    cleared before the slot is written. `num_writing` slots are given out and not yet published; `num_users` calls are
+    inside the file, which is closed when it is `gone` and they are out. Of a foreign segment `checks` keeps the last
+    word of each header as it was last read, `generation` when that was.
+    """
+
+    segment: Segment
+    owned: bool
+    identities: list[bytes | None]
+    num_pages: int = 0
+    free: list[int] = field(default_factory=list)
+    stale: set[int] = field(default_factory=set)
+    num_writing: int = 0
+    num_users: int = 0
+    last_used: int = 0
+    gone: bool = False
+    closed: bool = False
+    checks: npt.NDArray[np.uint64] | None = None
+    generation: int = -1
+    orphan_since: float | None = None
+
+    @classmethod
+    def of(cls, segment: Segment, *, owned: bool) -> Shelf:
+        return cls(segment, owned, [None] * segment.num_slots)
+
+    def close_if_unused(self, lock: threading.Condition) -> None:
+        """Close the file where the segment is gone and no call is inside. Called without the lock."""
+        with lock:
+            closes = self.gone and not self.closed and not self.num_users and not self.num_writing
+            self.closed |= closes
+        if closes:
+            self.segment.close()
+
+
+class Place(NamedTuple):
+    """Where a page lies. A page that is written anew gets a new Place: compare with `is`."""
+
+    shelf: Shelf
+    slot: int
+
+
+class SizeClass:
+    """The owned segments of one slot pitch, and their pages from least to most recently used."""
+
+    def __init__(self) -> None:
+        self.shelves: list[Shelf] = []
+        self.pages: OrderedDict[bytes, Place] = OrderedDict()
+
+
+class Index:
+    """All pages that can be read here. `capacity_bytes` bounds the files of the owned segments."""
+
+    def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.pending: set[bytes] = set()
+        self.foreign: dict[bytes, Place] = {}
+        self.foreign_shelves: dict[str, Shelf] = {}
+        self.owned_bytes = 0
+        self.num_evicted = 0
+        self._segment_bytes = segment_bytes
+        self._classes: dict[int, SizeClass] = {}
+        self._uses = 0
+
+    def find(self, identity: bytes) -> Place | None:
+        """Return where a page lies; owned segments before those of others."""
+        for size_class in self._classes.values():
+            place = size_class.pages.get(identity)
+            if place is not None:
+                return place
+        return self.foreign.get(identity)
+
+    def touch(self, identity: bytes, place: Place) -> None:
+        """Make an owned page the most recently used."""
+        if place.shelf.owned:
+            self._classes[place.shelf.segment.pitch_bytes].pages.move_to_end(identity)
+            self._use(place.shelf)
+
+    def owned_shelves(self) -> list[Shelf]:
+        return [shelf for size_class in self._classes.values() for shelf in size_class.shelves]
+
+    def owned_pages(self) -> Iterable[tuple[bytes, Place]]:
+        for size_class in self._classes.values():
+            yield from size_class.pages.items()
+
+    def num_owned_pages(self) -> int:
+        return sum(len(size_class.pages) for size_class in self._classes.values())
+
+    def used_bytes(self) -> int:
+        return sum(pitch * len(size_class.pages) for pitch, size_class in self._classes.items())
+
+    def add_shelf(self, shelf: Shelf) -> None:
+        """Own a segment; its pages come by `publish`, its free slots stand in `shelf.free`."""
+        self._classes.setdefault(shelf.segment.pitch_bytes, SizeClass()).shelves.append(shelf)
+        self.owned_bytes += shelf.segment.file_bytes
+        self._use(shelf)
+
+    def drop_shelf(self, shelf: Shelf) -> None:
+        """Give an owned segment up, with all its pages."""
+        size_class = self._classes[shelf.segment.pitch_bytes]
+        size_class.shelves.remove(shelf)
+        for identity in filter(None, shelf.identities):
+            del size_class.pages[identity]
+            self.num_evicted += 1
+        self.owned_bytes -= shelf.segment.file_bytes
+        shelf.gone = True
+        if not size_class.shelves:
+            del self._classes[shelf.segment.pitch_bytes]
+
+    def take(self, pitch_bytes: int, count: int) -> list[Place]:
+        """Give out up to `count` free slots of that pitch, neighbours as far as possible."""
+        places: list[Place] = []
+        size_class = self._classes.get(pitch_bytes)
+        for shelf in size_class.shelves if size_class else ():
+            while shelf.free and len(places) < count:
+                places.append(Place(shelf, heapq.heappop(shelf.free)))
+                shelf.num_writing += 1
+        return places
+
+    def publish(self, identity: bytes, place: Place) -> None:
+        """Make the page in a given-out slot visible, as the most recently used one."""
+        shelf, slot = place
+        shelf.identities[slot] = identity
+        shelf.num_pages += 1
+        self._classes[shelf.segment.pitch_bytes].pages[identity] = place
+        self._use(shelf)
+
+    def give_back(self, place: Place, *, stale: bool) -> None:
+        """Free a slot that holds no page. `stale`: its header on disk may still be a valid one."""
+        shelf, slot = place
+        heapq.heappush(shelf.free, slot)
+        if stale:
+            shelf.stale.add(slot)
+        else:
+            shelf.stale.discard(slot)
+
+    def unpublish(self, identity: bytes) -> Place | None:
+        """Take a page out of sight. Its slot is not free before `give_back`."""
+        for size_class in self._classes.values():
+            place = size_class.pages.pop(identity, None)
+            if place is not None:
+                self._empty(place)
+                return place
+        return None
+
+    def evict(self, pitch_bytes: int, count: int) -> int:
+        """Free the slots of the up to `count` least recently used pages of that pitch, and return how many."""
+        size_class = self._classes.get(pitch_bytes)
+        evicted = 0
+        while size_class is not None and evicted < count and size_class.pages:
+            _, place = size_class.pages.popitem(last=False)
+            self._empty(place)
+            self.give_back(place, stale=True)
+            evicted += 1
+        self.num_evicted += evicted
+        return evicted
+
+    def growth(self, pitch_bytes: int) -> int:
+        """Return how many slots a new segment of that pitch may have; 0 where capacity leaves too little."""
+        wanted = max(1, self._segment_bytes // pitch_bytes)
+        possible = min(wanted, slots_that_fit(self.capacity_bytes - self.owned_bytes, pitch_bytes))
+        worthwhile = pitch_bytes not in self._classes or possible * 4 >= wanted
+        return possible if worthwhile else 0
+
+    def victim(self, pitch_bytes: int) -> Shelf | None:
+        """Return the segment of another pitch to give up for one of this pitch: the least recently used, where no
+        segment of this pitch has been idle for longer."""
+        others = [shelf for shelf in self.owned_shelves() if shelf.segment.pitch_bytes != pitch_bytes]
+        idle = [shelf for shelf in others if not shelf.num_writing]
+        if not idle:
+            return None
+        oldest = min(idle, key=lambda shelf: shelf.last_used)
+        size_class = self._classes.get(pitch_bytes)
+        if size_class and any(shelf.last_used <= oldest.last_used for shelf in size_class.shelves):
+            return None
+        return oldest
+
+    def set_foreign(self, shelf: Shelf, slot: int, identity: bytes | None) -> None:
+        """Note what a slot of a foreign segment holds now. Of two copies of a page the first stays."""
+        before = shelf.identities[slot]
+        if before is not None and self.foreign.get(before, (None,))[0] is shelf:
+            del self.foreign[before]
+        shelf.identities[slot] = identity
+        if identity is not None:
+            self.foreign.setdefault(identity, Place(shelf, slot))
+
+    def drop_foreign(self, shelf: Shelf) -> None:
+        """Forget a foreign segment."""
+        for slot in range(len(shelf.identities)):
+            self.set_foreign(shelf, slot, None)
+        self.foreign_shelves.pop(shelf.segment.path.name, None)
+        shelf.gone = True
+
+    def of_namespace(self, namespace: bytes) -> list[bytes]:
+        """Return the identities of the owned pages of a namespace."""
+        return [identity for identity, _ in self.owned_pages() if namespace_of(identity) == namespace]
+
+    def drop_empty(self) -> list[Shelf]:
+        """Give up the owned segments that hold no page, and return them."""
+        empty = [shelf for shelf in self.owned_shelves() if not shelf.num_pages and not shelf.num_writing]
+        for shelf in empty:
+            self.drop_shelf(shelf)
+        return empty
+
+    def _empty(self, place: Place) -> None:
+        place.shelf.identities[place.slot] = None
+        place.shelf.num_pages -= 1
+
+    def _use(self, shelf: Shelf) -> None:
+        self._uses += 1
+        shelf.last_used = self._uses

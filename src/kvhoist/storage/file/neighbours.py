@@ -1,0 +1,248 @@
+"""The segments in the folder: which are ours, which are others', and what changed in those.
+
+A segment belongs to the process that holds its lock. At start the segments whose owner is gone are adopted, newest
+first, as far as they fit into capacity; the rest is read only, and never written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kvhoist.storage.file.folder import Folder
+from kvhoist.storage.file.index import Index, Place, Shelf
+from kvhoist.storage.file.scan import last_words, scan_slots, used_slots
+from kvhoist.storage.file.segment import SUFFIX, UNFINISHED_SUFFIX, Segment, SegmentFault
+
+_ORPHAN_CHECK_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class Neighbours:
+    """Keeps `index` in step with the folder. `lock` guards `index` and `counts`; files are read without it.
+    `grow_lock` is held by whoever makes or deletes owned segments.
+
+    An orphan that did not fit at start is left for the processes that start beside this one (ranks of one engine start
+    together). Where none took it within `orphan_grace_s`, it is adopted if there is room, else deleted.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        index: Index,
+        lock: threading.Condition,
+        grow_lock: threading.Lock,
+        counts: Counter[str],
+        *,
+        read_only: bool,
+        refresh_s: float,
+        orphan_grace_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.faults: dict[str, str] = {}
+        self._folder = folder
+        self._index = index
+        self._lock = lock
+        self._grow_lock = grow_lock
+        self._counts = counts
+        self._read_only = read_only
+        self._refresh_s = refresh_s
+        self._orphan_grace_s = orphan_grace_s
+        self._clock = clock
+        self._next_refresh = 0.0
+        self._next_orphan_check = clock() + _ORPHAN_CHECK_S
+        self._busy = threading.Lock()
+
+    def start(self) -> None:
+        """Adopt what has no owner, index everything. Raises OSError where the folder cannot be listed."""
+        if not self._read_only:
+            for path in self._paths(UNFINISHED_SUFFIX):
+                _delete_orphan(path)
+        segments = [segment for path in self._paths(SUFFIX) if (segment := self._open(path)) is not None]
+        segments.sort(key=lambda segment: os.fstat(segment.fd).st_mtime_ns, reverse=True)
+        with self._busy:
+            mine = [segment for segment in segments if not self._read_only and self._claim(segment)]
+            self._adopt(mine)
+            for segment in segments:
+                if segment not in mine:
+                    self._add_foreign(segment)
+        self._next_refresh = self._clock() + self._refresh_s
+
+    def refresh(self) -> None:
+        """See what other processes stored since the last time; at most every `refresh_s`, by one thread at a time."""
+        if self._clock() < self._next_refresh or not self._busy.acquire(blocking=False):
+            return
+        try:
+            self._find_new()
+            for shelf in list(self._index.foreign_shelves.values()):
+                if shelf.segment.is_unlinked():
+                    self._forget(shelf)
+                elif shelf.segment.generation() != shelf.generation:
+                    self._rescan(shelf)
+            if not self._read_only and self._clock() >= self._next_orphan_check:
+                self._next_orphan_check = self._clock() + _ORPHAN_CHECK_S
+                for shelf in list(self._index.foreign_shelves.values()):
+                    self._check_orphan(shelf)
+        except OSError as error:
+            _log.warning("cannot see what other processes stored in %s: %s", self._folder.path, error)
+        finally:
+            self._next_refresh = self._clock() + self._refresh_s
+            self._busy.release()
+
+    def _paths(self, suffix: str) -> list[Path]:
+        if self._read_only and not self._folder.segments.exists():
+            return []
+        return [Path(entry.path) for entry in os.scandir(self._folder.segments) if entry.name.endswith(suffix)]
+
+    def _find_new(self) -> None:
+        with self._grow_lock:  # else a segment that the writer just made would look like another's
+            paths = self._paths(SUFFIX)
+            with self._lock:
+                known = {shelf.segment.path.name for shelf in self._index.owned_shelves()}
+                known.update(self._index.foreign_shelves, self.faults)
+        for path in paths:
+            segment = self._open(path) if path.name not in known else None
+            if segment is not None:
+                self._add_foreign(segment)
+
+    def _open(self, path: Path) -> Segment | None:
+        try:
+            return Segment.open(path, self._folder.store_id, writable=not self._read_only)
+        except FileNotFoundError:
+            return None
+        except SegmentFault as fault:
+            with self._lock:
+                self._counts["quarantined"] += 1
+            if fault.damaged and not self._read_only and _delete_orphan(path):
+                _log.warning("deleted the segment %s: %s", path, fault)
+                return None
+            self.faults[path.name] = str(fault)
+        except OSError as error:
+            self.faults[path.name] = error.strerror or str(error)
+        _log.warning("left the segment %s alone: %s", path, self.faults[path.name])
+        return None
+
+    def _claim(self, segment: Segment) -> bool:
+        """Become the owner of a segment that has none, if it fits."""
+        with self._lock:
+            if self._index.owned_bytes + segment.file_bytes > self._index.capacity_bytes or not segment.try_lock():
+                return False
+            self._index.owned_bytes += segment.file_bytes
+            return True
+
+    def _adopt(self, segments: list[Segment]) -> None:
+        """Own claimed segments: index their pages in the order in which they were written, clear what is damaged."""
+        pages: list[tuple[int, bytes, Place]] = []
+        shelves = []
+        for segment in segments:
+            shelf, found = self._read_owned(segment)
+            shelves.append((max((when for when, _, _ in found), default=0), shelf))
+            pages += [(when, identity, Place(shelf, slot)) for when, slot, identity in found]
+        pages.sort(key=lambda page: page[0])
+        with self._lock:
+            for _, shelf in sorted(shelves, key=lambda pair: pair[0]):
+                self._index.owned_bytes -= shelf.segment.file_bytes
+                self._index.add_shelf(shelf)
+            for _, identity, place in pages:
+                self._publish_first(identity, place)
+
+    def _publish_first(self, identity: bytes, place: Place) -> None:
+        before = self._index.find(identity)
+        if before is not None and before.shelf.owned:
+            self._index.give_back(place, stale=True)
+        else:
+            self._index.publish(identity, place)
+
+    def _read_owned(self, segment: Segment) -> tuple[Shelf, list[tuple[int, int, bytes]]]:
+        table = segment.read_table()
+        used = used_slots(table)
+        scan = scan_slots(table, used, pitch_bytes=segment.pitch_bytes, slots_in_file=segment.slots_in_file())
+        shelf = Shelf.of(segment, owned=True)
+        shelf.free = list(set(range(segment.num_slots)).difference(used) | set(scan.damaged))
+        heapq.heapify(shelf.free)
+        with self._lock:
+            self._counts["quarantined"] += len(scan.damaged)
+        try:
+            segment.clear_headers(scan.damaged)
+            segment.restore_length()
+        except OSError as error:
+            _log.warning("cannot repair the segment %s: %s", segment.path, error)
+            shelf.stale.update(scan.damaged)
+        return shelf, scan.found
+
+    def _add_foreign(self, segment: Segment) -> None:
+        shelf = Shelf.of(segment, owned=False)
+        shelf.checks = np.zeros(segment.num_slots, dtype=np.uint64)
+        with self._lock:
+            self._index.foreign_shelves[segment.path.name] = shelf
+        self._rescan(shelf)
+
+    def _rescan(self, shelf: Shelf) -> None:
+        """Take in the headers that changed since the last time."""
+        segment = shelf.segment
+        generation = segment.generation()
+        table = segment.read_table()
+        checks = last_words(table)
+        changed: list[int] = np.flatnonzero(checks != shelf.checks).tolist()
+        scan = scan_slots(table, changed, pitch_bytes=segment.pitch_bytes, slots_in_file=segment.slots_in_file())
+        with self._lock:
+            for slot in set(changed).difference(slot for _, slot, _ in scan.found):
+                self._index.set_foreign(shelf, slot, None)
+            for _, slot, identity in scan.found:
+                self._index.set_foreign(shelf, slot, identity)
+        shelf.checks = checks
+        shelf.generation = generation
+
+    def _forget(self, shelf: Shelf) -> None:
+        with self._lock:
+            self._index.drop_foreign(shelf)
+        shelf.close_if_unused(self._lock)
+
+    def _check_orphan(self, shelf: Shelf) -> None:
+        """Adopt or delete a segment that had no owner for `orphan_grace_s`."""
+        segment = shelf.segment
+        if not segment.try_lock():
+            shelf.orphan_since = None
+            return
+        now = self._clock()
+        shelf.orphan_since = now if shelf.orphan_since is None else shelf.orphan_since
+        if now - shelf.orphan_since < self._orphan_grace_s:
+            segment.unlock()
+            return
+        mine = Segment.open(segment.path, self._folder.store_id, writable=True)
+        segment.unlock()
+        self._forget(shelf)
+        if self._claim(mine):
+            self._adopt([mine])
+            return
+        if mine.try_lock():
+            mine.path.unlink(missing_ok=True)
+        mine.close()
+
+
+def _delete_orphan(path: Path) -> bool:
+    """Delete a file that no process holds the lock of; tell whether it is gone."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -1,0 +1,245 @@
+"""One segment file: a superblock, a table of headers, and slots of one pitch. See docs/file-format.md.
+
+Nothing here knows what a slot holds for whom; it moves bytes and reports faults.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import struct
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import xxhash
+
+from kvhoist.errors import StorageError
+from kvhoist.storage.base import Buffer
+from kvhoist.storage.file.vectored import read_all, write_all
+from kvhoist.storage.record import HEADER_BYTES
+from kvhoist.units import round_up
+
+ALIGNMENT = 4096
+"""Superblock, table and slots start at multiples of this: the unit of O_DIRECT."""
+
+SEGMENT_VERSION = 1
+SUFFIX = ".seg"
+UNFINISHED_SUFFIX = ".tmp"
+MAX_SLOTS = 1 << 20
+
+_MAGIC = b"KVHOISTS"
+_SUPERBLOCK = struct.Struct("<8sII16s16sQQQQQ")
+_PREFIX = struct.Struct("<8sI")
+_CHECK_AT = ALIGNMENT - 8
+_GENERATION_AT = ALIGNMENT
+_TABLE_AT = 2 * ALIGNMENT
+_NO_HEADER = bytes(HEADER_BYTES)
+
+
+class SegmentFault(StorageError):
+    """A file that is not a usable segment of this store. `damaged`: it once was one, as far as can be told."""
+
+    def __init__(self, reason: str, *, damaged: bool = False) -> None:
+        super().__init__(reason)
+        self.damaged = damaged
+
+
+def pitch_of(blob_bytes: int) -> int:
+    """Return the slot pitch of blobs of that length."""
+    return max(ALIGNMENT, round_up(blob_bytes, ALIGNMENT))
+
+
+def file_bytes_of(pitch_bytes: int, num_slots: int) -> int:
+    """Return the length of a segment file."""
+    return _TABLE_AT + round_up(num_slots * HEADER_BYTES, ALIGNMENT) + num_slots * pitch_bytes
+
+
+def slots_that_fit(num_bytes: int, pitch_bytes: int) -> int:
+    """Return how many slots of that pitch a segment file of at most `num_bytes` holds; 0 for none."""
+    num_slots = max(0, num_bytes - _TABLE_AT) // (pitch_bytes + HEADER_BYTES)
+    while num_slots and file_bytes_of(pitch_bytes, num_slots) > num_bytes:
+        num_slots -= 1
+    return min(num_slots, MAX_SLOTS)
+
+
+class Segment:
+    """An open segment file. Slot `i` has its header in the table and its blob at `i * pitch_bytes` behind the table.
+
+    Thread-safe as far as its callers do not write one slot at once. The file is closed by `close` alone.
+    """
+
+    def __init__(self, path: Path, fd: int, pitch_bytes: int, num_slots: int) -> None:
+        self.path = path
+        self.fd = fd
+        self.pitch_bytes = pitch_bytes
+        self.num_slots = num_slots
+        self.file_bytes = file_bytes_of(pitch_bytes, num_slots)
+        self._blobs_at = self.file_bytes - num_slots * pitch_bytes
+
+    @classmethod
+    def create(cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, *, durable: bool) -> Segment:
+        """Make, lock and preallocate a segment in `folder`; it appears under its name when whole.
+
+        Raises OSError (ENOSPC for a full disk) and leaves nothing behind then.
+        """
+        segment_id = secrets.token_bytes(16)
+        path = folder / (segment_id.hex() + SUFFIX)
+        unfinished = path.with_suffix(UNFINISHED_SUFFIX)
+        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            segment = cls(path, fd, pitch_bytes, num_slots)
+            os.posix_fallocate(fd, 0, segment.file_bytes)
+            write_all(fd, [memoryview(segment._superblock(segment_id, store_id))], 0)
+            if durable:
+                os.fsync(fd)
+            os.rename(unfinished, path)
+            if durable:
+                sync_folder(folder)
+        except BaseException:
+            os.close(fd)
+            unfinished.unlink(missing_ok=True)
+            raise
+        return segment
+
+    @classmethod
+    def open(cls, path: Path, store_id: bytes, *, writable: bool) -> Segment:
+        """Open a segment of the store `store_id`. Raises SegmentFault where it is none, OSError where unreadable."""
+        fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            pitch_bytes, num_slots = _read_superblock(os.pread(fd, ALIGNMENT, 0), path.stem, store_id)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd, pitch_bytes, num_slots)
+
+    def try_lock(self) -> bool:
+        """Become the owner, unless another open file is. The lock ends with the file, hence with the process."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return not self.is_unlinked()
+
+    def unlock(self) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def is_unlinked(self) -> bool:
+        """Tell whether the owner gave the file up; what is open of it stays readable."""
+        return os.fstat(self.fd).st_nlink == 0
+
+    def slots_in_file(self) -> int:
+        """Return how many slots lie wholly inside the file: fewer than `num_slots` where it was truncated."""
+        return min(self.num_slots, max(0, os.fstat(self.fd).st_size - self._blobs_at) // self.pitch_bytes)
+
+    def restore_length(self) -> None:
+        """Give a truncated file its length back. Raises OSError for a full disk."""
+        os.posix_fallocate(self.fd, 0, self.file_bytes)
+
+    def read_table(self) -> bytes:
+        """Return all headers, zeros where the file ends before."""
+        table = bytearray(self.num_slots * HEADER_BYTES)
+        read_all(self.fd, [memoryview(table)], _TABLE_AT)
+        return bytes(table)
+
+    def read_headers(self, slot: int, count: int) -> list[bytes]:
+        """Return the headers of `count` slots from `slot` on. Raises OSError."""
+        table = os.pread(self.fd, count * HEADER_BYTES, _TABLE_AT + slot * HEADER_BYTES)
+        return [table[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(count)]
+
+    def write_headers(self, slot: int, headers: Sequence[bytes]) -> None:
+        """Write the headers of neighbouring slots. Raises OSError."""
+        write_all(self.fd, [memoryview(b"".join(headers))], _TABLE_AT + slot * HEADER_BYTES)
+
+    def clear_headers(self, slots: Sequence[int]) -> None:
+        """Write zeros over the headers of `slots`, ascending. Raises OSError."""
+        for run in runs_of(slots):
+            self.write_headers(run[0], [_NO_HEADER] * len(run))
+
+    def write_blobs(self, slot: int, blobs: Sequence[Buffer]) -> None:
+        """Write the blobs of neighbouring slots in one go. Raises OSError."""
+        write_all(self.fd, self._spaced(blobs), self._blobs_at + slot * self.pitch_bytes)
+
+    def read_blobs(self, slot: int, buffers: Sequence[Buffer]) -> bool:
+        """Fill the buffers from neighbouring slots in one go; False where the file ends before. Raises OSError."""
+        return read_all(self.fd, self._spaced(buffers), self._blobs_at + slot * self.pitch_bytes)
+
+    def bump_generation(self) -> None:
+        """Tell readers in other processes that headers changed. Raises OSError."""
+        os.pwrite(self.fd, time.monotonic_ns().to_bytes(8, "little"), _GENERATION_AT)
+
+    def generation(self) -> int:
+        """Return what changes with every `bump_generation`. Raises OSError."""
+        return int.from_bytes(os.pread(self.fd, 8, _GENERATION_AT), "little")
+
+    def sync(self) -> None:
+        os.fdatasync(self.fd)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _spaced(self, blobs: Sequence[Buffer]) -> list[Buffer]:
+        """Put what is between the end of each blob and the next slot between the blobs."""
+        if all(len(blob) == self.pitch_bytes for blob in blobs[:-1]):
+            return list(blobs)
+        spare = memoryview(bytearray(self.pitch_bytes))
+        parts = [part for blob in blobs for part in (blob, spare[: self.pitch_bytes - len(blob)])]
+        return [part for part in parts[:-1] if len(part)]
+
+    def _superblock(self, segment_id: bytes, store_id: bytes) -> bytes:
+        fixed = _SUPERBLOCK.pack(
+            _MAGIC,
+            SEGMENT_VERSION,
+            HEADER_BYTES,
+            segment_id,
+            store_id,
+            self.pitch_bytes,
+            self.num_slots,
+            _TABLE_AT,
+            self._blobs_at,
+            int(time.time() * 1000),
+        )
+        body = fixed.ljust(_CHECK_AT, b"\0")
+        return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+
+def runs_of(slots: Sequence[int]) -> list[Sequence[int]]:
+    """Cut ascending slots where one is not the next of the one before."""
+    cuts = [i for i, (a, b) in enumerate(pairwise(slots), 1) if b != a + 1]
+    return [slots[a:b] for a, b in pairwise([0, *cuts, len(slots)])] if slots else []
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def is_no_space(error: OSError) -> bool:
+    """Tell whether an error means that there is no room, rather than that something is broken."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _read_superblock(block: bytes, stem: str, store_id: bytes) -> tuple[int, int]:
+    if len(block) < ALIGNMENT:
+        raise SegmentFault("truncated inside of its superblock", damaged=True)
+    magic, version = _PREFIX.unpack_from(block)
+    if magic != _MAGIC:
+        raise SegmentFault("not a kvhoist segment: its first bytes are others", damaged=not any(block))
+    if version != SEGMENT_VERSION:
+        raise SegmentFault(f"segment version {version}, this kvhoist reads version {SEGMENT_VERSION}")
+    if xxhash.xxh3_64_intdigest(block[:_CHECK_AT]) != int.from_bytes(block[_CHECK_AT:], "little"):
+        raise SegmentFault("superblock damaged: its check differs", damaged=True)
+    _, _, _, segment_id, owner_id, pitch_bytes, num_slots, *_ = _SUPERBLOCK.unpack_from(block)
+    if owner_id != store_id:
+        raise SegmentFault("belongs to another store: was it copied here from another folder?")
+    if segment_id.hex() != stem:
+        raise SegmentFault("a copy of another segment: its name is not its id")
+    return pitch_bytes, num_slots

@@ -1,0 +1,85 @@
+"""Stores by name: `"file:/path?capacity=8GiB&fsync=data"`, `"memory:?capacity=1GiB"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from kvhoist.errors import ConfigError
+from kvhoist.storage.base import Store
+from kvhoist.storage.file import FileStore
+from kvhoist.storage.memory import MemoryStore
+
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+def open_store(target: str | Store) -> Store:
+    """Open the store that `target` names; a store is returned as it is.
+
+    `file:PATH` takes the options `capacity` (such as `8GiB`; default: the least of 32 GiB and half of what the disk
+    could give), `fsync` (`none` or `data`) and `read_only` (`true` or `false`). `memory:` takes `capacity` (default
+    1 GiB). PATH is taken literally up to the first `?`, but for a leading `~`. Raises ConfigError for an unknown scheme
+    or option, and what FileStore raises.
+    """
+    if not isinstance(target, str):
+        return target
+    scheme, colon, rest = target.partition(":")
+    opener = _OPENERS.get(scheme) if colon else None
+    if opener is None:
+        raise ConfigError(
+            "an unknown kind of store",
+            got=repr(target),
+            choices=[f"{name}:" for name in _OPENERS],
+            remedy="Write file:/path/to/folder for a store on disk.",
+        )
+    place, _, query = rest.partition("?")
+    return opener(place, _read_options(target, query))
+
+
+def _open_file(place: str, options: dict[str, str]) -> Store:
+    _check_options("file", options, ("capacity", "fsync", "read_only"))
+    if not place:
+        raise ConfigError("a file store needs a folder", got="'file:'", expected="file:/path/to/folder")
+    folder = Path(place.removeprefix("//") if place.startswith("///") else place).expanduser()
+    return FileStore(
+        folder,
+        capacity=options.get("capacity"),
+        fsync=options.get("fsync", "none"),
+        read_only=_flag("read_only", options.get("read_only", "false")),
+    )
+
+
+def _open_memory(place: str, options: dict[str, str]) -> Store:
+    _check_options("memory", options, ("capacity",))
+    if place:
+        raise ConfigError("a memory store has no path", got=repr(place), expected="memory: or memory:?capacity=1GiB")
+    return MemoryStore(options.get("capacity", "1GiB"))
+
+
+_OPENERS: Mapping[str, Callable[[str, dict[str, str]], Store]] = {"file": _open_file, "memory": _open_memory}
+
+
+def _read_options(target: str, query: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in filter(None, query.split("&")):
+        name, equals, value = part.partition("=")
+        if not equals or name in options:
+            raise ConfigError(
+                "an option of a store that cannot be read",
+                got=f"{part!r} in {target!r}",
+                expected="name=value, each name once, joined by &",
+            )
+        options[name] = value
+    return options
+
+
+def _check_options(scheme: str, options: dict[str, str], known: tuple[str, ...]) -> None:
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"an unknown option of a {scheme} store", got=", ".join(unknown), choices=known)
+
+
+def _flag(name: str, value: str) -> bool:
+    if value.lower() not in _FLAGS:
+        raise ConfigError(f"{name} is not a yes or no", got=repr(value), choices=_FLAGS)
+    return _FLAGS[value.lower()]
