@@ -119,7 +119,7 @@ class HostArena:
         self._buffer = None
         if self.held_bytes:
             _log.warning(
-                "host arena closed, but views hold its %s until the last is gone (a page(), buffer, region or bound plan)",
+                "host arena closed, but views (page(), buffer, region, bound plans) hold its %s until the last is gone",
                 format_bytes(self._num_bytes),
             )
 
