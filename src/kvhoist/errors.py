@@ -42,13 +42,16 @@ class KvhoistError(Exception):
         choices: Iterable[object] | None = None,
         remedy: str | None = None,
     ) -> None:
-        parts = [what.rstrip(".")]
+        parts = [what]
         if got is not None:
             parts.append(f"got {got}")
         if expected is not None:
             parts.append(f"expected {expected}")
         if choices is not None:
             parts.append("valid choices: " + ", ".join(str(choice) for choice in choices))
+        if len(parts) > 1 or remedy:
+            # Not for a text alone: that is how an unpickled error gets its finished message.
+            parts[0] = what.rstrip(".")
         text = "; ".join(parts)
         super().__init__(f"{text}. {remedy}" if remedy else text)
 
