@@ -14,9 +14,9 @@ from kvhoist.adapters.transformers.stream import CancelToken, Piece, Stream
 __all__ = [
     "DEFAULT_PAGE_TOKENS",
     "GREEDY",
+    "CacheShape",
     "CachedModel",
     "CachedPart",
-    "CacheShape",
     "CancelToken",
     "Generation",
     "GenerationReport",

@@ -17,8 +17,8 @@ from kvhoist.geometry import CacheGeometry
 
 
 def weights_fingerprint(model: Any, checkpoint: Path | None) -> str:
-    """Return the fingerprint of the checkpoint where the model is known to be its unchanged content, else of the tensors
-    in memory: a model's own claim where it came from would hide what was merged into it or trained since."""
+    """Return the fingerprint of the checkpoint where the model is known to be its unchanged content, else of the
+    tensors in memory: a model's own claim where it came from would hide what was merged into it or trained since."""
     if checkpoint is not None:
         return fingerprint_checkpoint(checkpoint)
     return fingerprint_tensors(model.state_dict())
@@ -27,7 +27,7 @@ def weights_fingerprint(model: Any, checkpoint: Path | None) -> str:
 def model_namespace(
     config: Any, geometry: CacheGeometry, *, weights_id: str, dtype: str, attention: str, tenant: str = ""
 ) -> Namespace:
-    """Return the namespace of a model by its config object (transformers), its weights' identity, and what it runs in."""
+    """Return the namespace of a model by its config object, its weights' identity, and what it runs in."""
     fields = config.to_dict()
     for name in ("dtype", "torch_dtype"):  # what the file was saved in; `dtype` here is what it runs in
         fields.pop(name, None)

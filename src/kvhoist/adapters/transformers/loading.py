@@ -26,7 +26,7 @@ def resolve_model(name: str | Path) -> Path:
         raise ConfigError(f"{folder} holds no model", got="no config.json", expected="a Hugging Face model folder")
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise MissingDependencyError(
             "models are fetched by huggingface_hub", remedy="Run: pip install 'kvhoist[transformers]'."

@@ -9,7 +9,7 @@ import torch
 from kvhoist.adapters.transformers.shape import CachedPart, CacheShape
 from kvhoist.device_layout import DeviceCache, read_device_layout
 from kvhoist.errors import CapacityError
-from kvhoist.memory.budget import available_memory
+from kvhoist.memory.budget import host_budget
 from kvhoist.units import format_bytes
 
 
@@ -67,11 +67,15 @@ def _row_elements(parts: Sequence[CachedPart]) -> int:
 
 
 def _check_fits(pool_bytes: int, device: torch.device, num_tokens: int) -> None:
-    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory().bytes
+    if device.type == "cuda":
+        available, bound = torch.cuda.mem_get_info(device)[0], f"what is free on {device}"
+    else:
+        budget = host_budget()
+        available, bound = budget.available_bytes, str(budget.tightest)
     if pool_bytes > available:
         raise CapacityError(
-            f"the device pool of {num_tokens} tokens does not fit into the memory of {device}",
+            f"a device pool of {num_tokens} tokens does not fit into memory",
             got=format_bytes(pool_bytes),
-            expected=f"at most {format_bytes(available)}, which is what is free",
+            expected=f"at most {format_bytes(available)} ({bound})",
             remedy="Lower device_tokens or device_bytes.",
         )

@@ -20,37 +20,48 @@ class Prefixes:
         self._pool = pool
 
     def acquire(self, tokens: Sequence[int], salt: bytes) -> Lease:
-        """Bring the longest cached prefix of `tokens` onto the device and pin it there. The last token is left out: it
-        must be computed for its logits."""
+        """Bring the longest cached prefix of `tokens` onto the device, wait until it is there, and pin it. The last one
+        is left out: it must be computed for its logits. A load that fails, or is late, leaves a shorter prefix."""
         match = self._cache.match(tokens, salt=salt, max_tokens=len(tokens) - 1)
-        return self._cache.acquire(match)
+        return self._cache.acquire(match, for_whom=_name(tokens))
 
     @torch.inference_mode()
     def fill(self, lease: Lease, contiguous: Any, row: int, column: int) -> None:
-        """Copy the leased pages, which must have arrived, into row `row` of the contiguous cache from column `column`."""
-        pages = lease.device_pages[: lease.num_tokens // self._pool.page_tokens]
+        """Copy the leased pages into row `row` of the contiguous cache, from `column` on."""
         for layer in range(self._pool.shape.num_layers):
             for part in self._pool.shape.parts:
                 out = part_of(contiguous, part, layer)[row, :, column : column + lease.num_tokens]
-                self._pool.gather(part, layer, pages, out)
+                self._pool.gather(part, layer, lease.device_pages, out)
 
     @torch.inference_mode()
     def store(self, tokens: Sequence[int], lease: Lease, salt: bytes, contiguous: Any, row: int, column: int) -> int:
-        """Keep the whole pages of `tokens` that are not on the device yet, as far as the pool has room; return how many.
+        """Keep the whole pages of `tokens` that are not on the device yet, as far as there is room; return how many.
 
         Token `t` stands in column `column + t` of row `row`. The pages become visible only when all are written; an
         error on the way gives them back.
         """
-        page_tokens = self._pool.page_tokens
-        with self._cache.reserve(tokens, lease=lease, salt=salt) as reservation:
-            pages = reservation.device_pages
-            if not pages:
-                return 0
-            start = column + reservation.first_page * page_tokens
-            stop = start + len(pages) * page_tokens
-            for layer in range(self._pool.shape.num_layers):
-                for part in self._pool.shape.parts:
-                    rows = part_of(contiguous, part, layer)[row, :, start:stop]
-                    self._pool.scatter(part, layer, pages, rows)
+        with self._cache.reserve(tokens, lease=lease, salt=salt, for_whom=_name(tokens)) as reservation:
+            for first, pages in _runs(reservation.page_indices, reservation.device_pages):
+                start = column + first * self._pool.page_tokens
+                stop = start + len(pages) * self._pool.page_tokens
+                for layer in range(self._pool.shape.num_layers):
+                    for part in self._pool.shape.parts:
+                        rows = part_of(contiguous, part, layer)[row, :, start:stop]
+                        self._pool.scatter(part, layer, pages, rows)
             reservation.commit()
-        return len(pages)
+        return len(reservation.device_pages)
+
+
+def _name(tokens: Sequence[int]) -> str:
+    return f"a sequence of {len(tokens)} tokens"
+
+
+def _runs(indices: Sequence[int], pages: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return runs of consecutive page indices, each with its first index and its device pages."""
+    runs: list[tuple[int, list[int]]] = []
+    for index, page in zip(indices, pages, strict=True):
+        if runs and runs[-1][0] + len(runs[-1][1]) == index:
+            runs[-1][1].append(page)
+        else:
+            runs.append((index, [page]))
+    return runs

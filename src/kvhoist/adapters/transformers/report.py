@@ -10,8 +10,8 @@ from typing import Any
 class GenerationReport:
     """Where a prompt's KV came from, and how long it took.
 
-    `device_tokens`, `host_tokens`, `storage_tokens` and `recomputed_tokens` add up to `prompt_tokens`; the last token is
-    always recomputed. `ttft_seconds` runs from the call to the first token, look-up and loading included;
+    `device_tokens`, `host_tokens`, `storage_tokens` and `recomputed_tokens` add up to `prompt_tokens`; the last token
+    is always recomputed. `ttft_seconds` runs from the call to the first token, look-up and loading included;
     `tokens_per_second` is the rate of the tokens after the first. `stored_pages` were newly put on the device.
     """
 

@@ -76,9 +76,7 @@ class Row:
         return (self.prompt + self.tokens)[: self.num_computed]
 
     def acquire(self, prefixes: Prefixes) -> None:
-        """Pin the cached prefix on the device and wait until it is there. A load that fails leaves a shorter prefix."""
         self.lease = prefixes.acquire(self.prompt, self.salt)
-        self.lease.transfer.wait()
         self.num_cached = self.lease.num_tokens
         self.tokens_by_tier = dict(self.lease.tokens_by_tier)
 
@@ -185,7 +183,7 @@ class Run:
         return logits
 
     def _advance(self) -> torch.Tensor:
-        """Compute the last chosen tokens. Finished rows ride along with their last token; nobody reads what it gives."""
+        """Compute the last chosen tokens. Finished rows ride along with their last token, unread."""
         tokens = self._tensor([[row.tokens[-1]] for row in self.rows])
         positions = None
         if self._mask is not None:

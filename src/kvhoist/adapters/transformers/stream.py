@@ -33,8 +33,8 @@ class CancelToken:
 
 
 class Stream(Iterator[Piece]):
-    """The pieces of one generation as they come. `close()`, or leaving the `with` block, ends it: what was computed stays
-    cached and no page is lost. `result` is there once the stream has ended. For one thread at a time."""
+    """The pieces of one generation as they come. `close()`, or leaving the `with` block, ends it: what was computed
+    stays cached and no page is lost. `result` is there once the stream has ended. For one thread at a time."""
 
     def __init__(self, run: Run, cancelled: Callable[[], bool], tokenizer: Any) -> None:
         self._run = run

@@ -9,8 +9,8 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers give for the first 
 
 
 class TextStream:
-    """Turns tokens into pieces of text that join to the decoded whole. Looks back only to the last piece's tokens, which
-    gives spaces between words their place, so a long text costs no more a token than a short one."""
+    """Turns tokens into pieces of text that join to the decoded whole. Looks back only to the last piece's tokens,
+    which give the spaces between words their place: a long text costs no more a token than a short one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
