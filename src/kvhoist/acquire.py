@@ -36,8 +36,8 @@ class Acquisition:
         self._found_in: dict[int, Tier] = {}
         self._ready: list[Entry] = []
 
-    def step(self, dispatch: Callable[[], None]) -> list[Transfer]:
-        """Start what can be started and return the transfers to wait for; none when the prefix is as long as it gets."""
+    def step(self, dispatch: Callable[[], object]) -> list[Transfer]:
+        """Start what can be started and return the transfers to wait for: none when the prefix is complete."""
         self._drop_failed()
         entries = self._plane.directory.match(self._space, self._keys[: self._limit])
         self._pin(entries)
@@ -144,12 +144,12 @@ def _leading_ready(entries: list[Entry]) -> list[Entry]:
 def run(
     acquisition: Acquisition,
     lock: threading.RLock,
-    dispatch: Callable[[], None],
+    dispatch: Callable[[], object],
     *,
     timeout_s: float,
     layerwise: bool,
 ) -> list[Transfer]:
-    """Step until the prefix is there or `timeout_s` passed; return the loads still under way (layer-wise leases only)."""
+    """Step until the prefix is there or `timeout_s` passed; return the loads under way (layer-wise leases only)."""
     deadline = time.monotonic() + timeout_s
     while True:
         with lock:

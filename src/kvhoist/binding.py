@@ -49,6 +49,7 @@ class Binding:
     ) -> None:
         self.lock = threading.RLock()
         self.transfers: dict[int, Transfer] = {}
+        self.num_device_pages = _num_device_pages(device)
         self._report: CloseReport | None = None
         self._closing = False
         policy = WritePolicy.parse(config.write_policy, min_hits=config.min_hits, device_owned=config.device_owned)
@@ -57,7 +58,7 @@ class Binding:
             undo.callback(self.arena.close)
             capacities = {Tier.HOST: self.arena.num_pages}
             if config.device_owned:
-                capacities[Tier.DEVICE] = num_device_pages(device)
+                capacities[Tier.DEVICE] = self.num_device_pages
             directory = Directory(capacities, eviction=config.eviction, history_pages=config.history_pages)
             self.store = None if store is None else open_store(store)
             self._owns_store = isinstance(store, str)
@@ -183,7 +184,7 @@ class Binding:
             self.dispatch()
 
 
-def num_device_pages(device: DeviceCache) -> int:
+def _num_device_pages(device: DeviceCache) -> int:
     """Return how many whole pages the device tensors hold."""
     layout = device.layout
     return layout.num_units // (layout.group.blocks_per_page if layout.unit is Unit.BLOCK else 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 
 from kvhoist import acquire
@@ -17,19 +17,17 @@ from kvhoist.control.plane import Pins
 from kvhoist.control.policy import WriteWhen
 from kvhoist.control.tiers import Tier
 from kvhoist.device_layout import DeviceCache
-from kvhoist.errors import GeometryError, PolicyError, UnsupportedGeometryError
+from kvhoist.errors import GeometryError, UnsupportedGeometryError
 from kvhoist.geometry import CacheGeometry, CacheGroup
 from kvhoist.lease import Lease, Match, Reservation
-from kvhoist.messages import Job
-from kvhoist.platform.base import Event
+from kvhoist.moves import TierMoves
 from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
-from kvhoist.transfer import Transfer
 
 _NAMES = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "storage"}
 
 
-class HierarchicalCache:
+class HierarchicalCache(TierMoves):
     """A device cache backed by pinned host memory and storage. Thread-safe; use it as a context manager.
 
     geometry: what a page is (one cache group). namespace: what determines its bytes besides the tokens; methods take
@@ -38,8 +36,9 @@ class HierarchicalCache:
     once and exactly. store: a Store, or an address for `open_store` such as `"file:/var/cache/kv?capacity=1TiB"`; a
     store given as an object stays open at close.
 
-    Raises GeometryError where device and geometry differ, UnsupportedGeometryError for several cache groups, PolicyError
-    for an unknown policy or `write_back` on a device tier that the engine owns, HostMemoryError, StorageError.
+    Raises GeometryError where device and geometry differ, UnsupportedGeometryError for several cache groups,
+    PolicyError for an unknown policy or `write_back` on a device tier that the engine owns, HostMemoryError,
+    StorageError.
     """
 
     def __init__(
@@ -52,18 +51,16 @@ class HierarchicalCache:
         store: Store | str | None = None,
         config: CacheConfig | None = None,
     ) -> None:
-        self.config = config = config or CacheConfig()
+        config = config or CacheConfig()
         self.namespace = namespace
-        self.group = group = _only_group(geometry)
+        group = _only_group(geometry)
         if device.layout.group != group:
             raise GeometryError(
                 "the device tensors are not of this geometry",
                 got=device.layout.group.describe(),
                 expected=group.describe(),
             )
-        self._binding = Binding(group, device, host_bytes, store, config)
-        self._lock = self._binding.lock
-        self._plane = self._binding.plane
+        super().__init__(Binding(group, device, host_bytes, store, config), config, group)
         self._noted: set[bytes] = set()
         self.space(namespace)
 
@@ -132,7 +129,7 @@ class HierarchicalCache:
         chain: TokenChain | None = None,
         namespace: Namespace | None = None,
     ) -> Explanation:
-        """Say page by page which tiers hold `tokens`, and for the first miss why. Asks storage first, as `match` does."""
+        """Say page by page which tiers hold `tokens`, and for the first miss why. Asks storage as `match` does."""
         match = self.match(tokens, salt=salt, extras=extras, chain=chain, namespace=namespace)
         with self._lock:
             return self._plane.explain(match.space, match.keys, len(tokens))
@@ -205,109 +202,7 @@ class HierarchicalCache:
 
         return Reservation(indices, pages, commit, abandon)
 
-    # -- moves, tier by tier ---------------------------------------------------------------------------------------
-
-    def offload(
-        self, match: Match, device_blocks: Sequence[int] | None = None, *, first: int = 0, after: Event | None = None
-    ) -> Transfer | None:
-        """Copy to the host tier those of the match's pages from `first` on that it lacks, whatever the write policy says.
-
-        On a foreign device `device_blocks` names the blocks of these pages, which the engine leaves alone until the
-        transfer is done; on an owned one the pages that are ready there are taken. The copy begins after the event
-        `after`. None where nothing is lacking or the host tier has no room.
-        """
-        stop = len(match.keys)
-        if device_blocks is not None:
-            stop = first + len(device_blocks) // self.group.blocks_per_page
-        with self._lock:
-            self._binding.check_open()
-            job = self._plane.offload(match.space, match.keys, first, min(stop, len(match.keys)), device_blocks)
-            return self._start(job, after)
-
-    def write(
-        self, match: Match, device_blocks: Sequence[int], *, first: int = 0, after: Event | None = None
-    ) -> Transfer | None:
-        """Offer freshly computed pages of a foreign device to the write policy: as `offload`, where it says so."""
-        stop = first + len(device_blocks) // self.group.blocks_per_page
-        with self._lock:
-            self._binding.check_open()
-            return self._start(self._plane.write(match.space, match.keys, first, stop, device_blocks), after)
-
-    def load(
-        self, match: Match, device_blocks: Sequence[int], *, first: int = 0, after: Event | None = None
-    ) -> Transfer | None:
-        """Copy pages from `first` on, ready in the host tier, to the blocks of a foreign device, which belong to the
-        transfer until it is done. An owned device uses `acquire`. Raises PageIdError for a page that is not ready."""
-        stop = first + len(device_blocks) // self.group.blocks_per_page
-        with self._lock:
-            self._binding.check_open()
-            return self._start(self._plane.load(match.space, match.keys, first, stop, device_blocks), after)
-
-    def prefetch(self, match: Match) -> Transfer | None:
-        """Bring those of the match's pages that only storage holds to the host tier, verified; None where none is."""
-        with self._lock:
-            self._binding.check_open()
-            entries = self._plane.directory.match(match.space, match.keys)
-            lacking = [i for i, e in enumerate(entries) if not (e.is_ready(Tier.DEVICE) or e.is_ready(Tier.HOST))]
-            if not lacking:
-                return None
-            return self._start(self._plane.prefetch(match.space, match.keys, lacking[0], lacking[-1] + 1))
-
-    def persist(self, match: Match) -> Transfer | None:
-        """Write those of the match's pages that the host tier has and storage is not known to hold; None where none is."""
-        with self._lock:
-            self._binding.check_open()
-            entries = self._plane.directory.match(match.space, match.keys)
-            return self._start(self._plane.persist(match.space, entries) if self._plane.has_storage else None)
-
     # -- upkeep ----------------------------------------------------------------------------------------------------
-
-    def pin(self, match: Match) -> Pins:
-        """Forbid the tiers to evict what they hold now of the matched pages, until `unpin`."""
-        pins = Pins(self._plane.directory)
-        with self._lock:
-            self._binding.check_open()
-            entries = self._plane.directory.match(match.space, match.keys)
-            for tier in (Tier.DEVICE, Tier.HOST):
-                pins.add([entry for entry in entries if entry.is_ready(tier)], tier)
-        return pins
-
-    def unpin(self, pins: Pins) -> None:
-        """Give back what `pin` returned. Idempotent."""
-        with self._lock:
-            pins.release()
-
-    def evict(self, tier: str, num_pages: int) -> int:
-        """Give up `num_pages` pages of `"host"` (or of an owned `"device"`) by the eviction policy; returns how many
-        went: pinned ones stay. Under `write_back` device pages are offloaded first. Raises PolicyError."""
-        chosen = {"device": Tier.DEVICE, "host": Tier.HOST}.get(tier)
-        if chosen is None:
-            raise PolicyError("no such tier to evict from", got=repr(tier), choices=["device", "host"])
-        if chosen is Tier.DEVICE:
-            self._need_owned("evict")
-            self._clean(num_pages, room=0)
-        with self._lock:
-            self._binding.check_open()
-            return len(self._plane.directory.evict(chosen, num_pages, for_whom="evict()"))
-
-    def clear(self, namespace: Namespace | None = None, *, storage: bool = False) -> int:
-        """Forget every page (of one namespace, or all) in device and host; pages in use go when they are given back.
-        With `storage` remove them from the store too. Returns the number of pages forgotten."""
-        with self._lock:
-            self._binding.check_open()
-            space = self._plane.space(namespace) if namespace else None
-            count = self._plane.clear(space)
-        store = self._binding.store
-        if storage and store is not None:
-            for digest in [namespace.digest] if namespace else list(store.namespaces()):
-                store.remove_namespace(digest)
-        return count
-
-    def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
-        """Call `callback` for pages stored in or removed from a tier (under the cache's lock: be quick, call nothing
-        of the cache); returns the call that ends it."""
-        with self._lock:
-            return self._plane.directory.subscribe(callback)
 
     def stats(self) -> CacheStats:
         return self._binding.stats()
@@ -319,7 +214,7 @@ class HierarchicalCache:
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Offload what `write_back` still holds back, and wait until nothing is under way; False after `timeout_s`."""
-        self._clean(self._plane.directory.capacity(Tier.DEVICE) if self.config.device_owned else 0, room=0)
+        self._clean(self._binding.num_device_pages, room=0)
         return self._binding.flush(timeout_s)
 
     def close(self, *, drain: bool = True, timeout_s: float = 60.0) -> CloseReport:
@@ -346,31 +241,9 @@ class HierarchicalCache:
             return chain.keys(tokens, extras)
         return chain_hashes(tokens, self.group.page_tokens, extras=extras, salt=salt)
 
-    def _start(self, job: Job | None, after: Event | None = None) -> Transfer | None:
-        submitted = self._binding.dispatch(after)
-        return submitted.get(job.id) if job is not None else None
-
     def _release(self, pins: Pins) -> None:
         with self._lock:
             pins.release()
-
-    def _clean(self, num_pages: int, *, room: int | None = None) -> None:
-        """Under write_back, offload what the device tier is about to give up for `num_pages` new pages, and wait."""
-        if self._plane.policy.when is not WriteWhen.WRITE_BACK:
-            return
-        with self._lock:
-            free = self._plane.directory.num_free(Tier.DEVICE) if room is None else room
-            jobs = self._plane.offload_victims(num_pages - free)
-            self._binding.dispatch()
-        self._binding.wait(jobs, self.config.acquire_timeout_s)
-
-    def _need_owned(self, what: str) -> None:
-        if not self.config.device_owned:
-            raise PolicyError(
-                f"{what} needs a device tier that kvhoist owns",
-                got="device_owned=False",
-                remedy="On a foreign device use match, load(match, device_blocks) and write(match, device_blocks).",
-            )
 
 
 def _only_group(geometry: CacheGeometry) -> CacheGroup:

@@ -11,7 +11,7 @@ from kvhoist.errors import ConfigError
 class CacheConfig:
     """The options of a `HierarchicalCache`; validated here or, for names, when the cache is built (PolicyError).
 
-    write_policy: `write_through`, `write_through_selective` (after `min_hits` hits) or `write_back` (owned device only).
+    write_policy: `write_through`, `write_through_selective` (after `min_hits` hits), `write_back` (owned device only).
     eviction: `lru`, `slru`, `lfu`, `arc`, of the host tier and of an owned device tier.
     device_owned: kvhoist gives out and evicts the device pages; False where the engine does.
     lookup_timeout_s: how long `match` waits for storage to say what it holds; 0 never waits.

@@ -184,7 +184,7 @@ class CacheGeometry:
         MHA, MQA and GQA give `k` and `v` rows of `kv_heads * head_dim` elements; MLA gives one `latent` row of
         `kv_lora_rank + qk_rope_head_dim` elements; DSA adds `index_k`; a model that derives V from K gives `k` alone.
         `kv_dtype` (such as `"bfloat16"`, `"float8_e4m3"`) defaults to the config's own dtype.
-        Raises UnsupportedGeometryError for sliding-window or state layers, GeometryError for a config that lacks a size.
+        Raises UnsupportedGeometryError for sliding-window or state layers, GeometryError for a missing size.
         """
         model = read_model_config(config, kv_dtype=kv_dtype)
         return cls((CacheGroup(_components_of(model), page_tokens, blocks_per_page),))
@@ -200,7 +200,7 @@ class CacheGeometry:
         blocks_per_page: int = 1,
         scale_row_bytes: int = 0,
     ) -> CacheGeometry:
-        """K and V rows of the given bytes a token; `v_row_bytes=0` is K-only; with `scale_row_bytes`, each of K and V has
+        """K and V rows of the given bytes a token; `v_row_bytes=0` is K-only; with `scale_row_bytes`, each has
         a component of scales beside it (`k_scale`, `v_scale`), as quantized caches do."""
         rows = {"k": k_row_bytes, "v": v_row_bytes}
         components = [Component(n, _layers(layers), b) for n, b in rows.items() if n == "k" or b != 0]

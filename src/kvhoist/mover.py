@@ -9,11 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 
-import numpy as np
-
-from kvhoist.copy.choose import choose_engine
-from kvhoist.copy.plan import CopyPlan
-from kvhoist.copy.reference import BoundPlan
+from kvhoist.copies import Copies
 from kvhoist.device_layout import DeviceCache
 from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.geometry import CacheGroup
@@ -23,10 +19,8 @@ from kvhoist.platform.base import Event, Platform
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.outcomes import PageOutcomes
 from kvhoist.transfer import Transfer
-from kvhoist.verify import PageDigests
 
 _log = logging.getLogger(__name__)
-_MAX_LOAD_STEPS = 8
 
 
 class Mover:
@@ -61,18 +55,11 @@ class Mover:
         self._io = io
         self._shard = shard
         self._on_complete = on_complete
-        offload, load = (
-            plan.with_choice(choose_engine(plan, platform, io_backend))
-            for plan in (CopyPlan.make(device.layout, arena.layout), CopyPlan.make(arena.layout, device.layout))
-        )
-        self.plans = (offload, load)
-        self._offload_plan = BoundPlan(offload, device.buffers, arena.buffers)
-        self._load_steps = [
-            BoundPlan(step, arena.buffers, device.buffers) for step in load.layer_groups(_MAX_LOAD_STEPS)
-        ]
-        self._digests = PageDigests(self._offload_plan, arena) if debug_verify else None
+        self._copies: Copies | None = Copies(device, arena, platform, io_backend, debug_verify=debug_verify)
+        self.plans = self._copies.plans
         self._lock = threading.Lock()
         self._closed = False
+        self._num_mismatches = 0
         self._open: dict[int, Transfer] = {}
         self._cancelled: set[int] = set()
         self._futures: dict[int, Future[PageOutcomes]] = {}
@@ -96,7 +83,7 @@ class Mover:
     @property
     def num_mismatches(self) -> int:
         """Pages that `debug_verify` found to differ from what was offloaded."""
-        return self._digests.num_mismatches if self._digests else 0
+        return self._num_mismatches
 
     def submit(self, job: Job, *, after: Event | None = None) -> Transfer:
         """Start a job and return its transfer at once. The copy waits for `after` (the producer of an offload's source,
@@ -118,7 +105,7 @@ class Mover:
         return transfer
 
     def cancel(self, job_id: int) -> bool:
-        """Cancel a job that has not begun: it is answered with all pages failed. False where it has begun or is done."""
+        """Cancel a job that has not begun: it is answered with all pages failed. False where it is too late."""
         with self._lock:
             future = self._futures.get(job_id)
             if job_id not in self._open:
@@ -136,7 +123,8 @@ class Mover:
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
         """Stop taking jobs, finish what is queued (or cancel it, without `drain`) and end the threads.
 
-        Returns whether every job was answered within `timeout_s`. Idempotent. Arena, device and store stay open.
+        Returns whether every job was answered within `timeout_s`. Idempotent. Arena, device and store
+        stay open; no view of the arena is kept.
         """
         with self._lock:
             self._closed = True
@@ -149,6 +137,8 @@ class Mover:
             queue.put(None)
         for thread in self._threads:
             thread.join(timeout_s if answered else 0.1)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._copies = None
         return answered
 
     def _work(self, queue: SimpleQueue[tuple[Transfer, Event | None] | None]) -> None:
@@ -172,22 +162,13 @@ class Mover:
             return tuple(range(job.num_pages)), "cancelled before it began"
         if after is not None:
             after.wait()
-        pages = np.asarray(job.host_pages, dtype=np.int64)
-        blocks = np.asarray(job.device_blocks, dtype=np.int64)
+        copies = self._copies
+        assert copies is not None, "threads end before the copies are given up"
         if job.kind is JobKind.OFFLOAD:
-            self._offload_plan.copy(blocks, pages)
-            if self._digests:
-                self._digests.remember(job.host_pages)
+            copies.offload(job)
             return (), None
-        arrived = 0
-        for step in self._load_steps:
-            step.copy(pages, blocks)
-            arrived += len(step.plan.layers)
-            if self._digests is None:
-                transfer.arrive(arrived)
-        if self._digests is None:
-            return (), None
-        wrong = self._digests.mismatches(job.host_pages, blocks)
+        wrong = copies.load(job, transfer.arrive)
+        self._num_mismatches += len(wrong)
         return wrong, "debug_verify: the device does not hold what was offloaded" if wrong else None
 
     def _submit_io(self, transfer: Transfer) -> None:
@@ -218,9 +199,9 @@ class Mover:
         else:
             done = future.result()
             answer = Completion(job.id, self.rank, done.failed_pages, done.error, done.bytes, done.seconds)
-            if job.kind is JobKind.PREFETCH and self._digests:
+            if job.kind is JobKind.PREFETCH and self._copies is not None:
                 failed = set(done.failed_pages)
-                self._digests.remember([page for i, page in enumerate(job.host_pages) if i not in failed])
+                self._copies.arrived([page for i, page in enumerate(job.host_pages) if i not in failed])
         self._answer(transfer, answer)
 
     def _answer(self, transfer: Transfer, answer: Completion) -> None:
@@ -234,4 +215,3 @@ class Mover:
             self._futures.pop(answer.id, None)
             self._cancelled.discard(answer.id)
             self._idle.notify_all()
-

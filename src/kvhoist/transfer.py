@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -60,10 +61,8 @@ class Transfer:
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """Block until the job is answered and return the answer, failed pages or not. Raises TimeoutError."""
-        try:
+        with contextlib.suppress(TransferError):
             self.wait(timeout_s=timeout_s)
-        except TransferError:
-            pass
         assert self._completion is not None
         return self._completion
 

@@ -81,7 +81,14 @@ def test_without_any_rank_no_job_can_be_opened():
 
 @pytest.mark.parametrize(
     "completion",
-    [Completion(7, 0), Completion(0, 5), Completion(0, -1), Completion(-1, 0), Completion(0, 0, (3,)), Completion(0, 0, (-1,))],
+    [
+        Completion(7, 0),
+        Completion(0, 5),
+        Completion(0, -1),
+        Completion(-1, 0),
+        Completion(0, 0, (3,)),
+        Completion(0, 0, (-1,)),
+    ],
 )
 def test_an_answer_that_no_job_can_have_is_refused_and_changes_nothing(completion):
     tracker = JobTracker(num_ranks=1)

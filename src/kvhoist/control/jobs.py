@@ -64,7 +64,7 @@ class JobTracker:
         host_pages: Iterable[int] = (),
         device_blocks: Iterable[int] = (),
     ) -> Job:
-        """Number and remember a job. Raises ConfigError when its parts do not fit together, or when all ranks are lost."""
+        """Number and remember a job. Raises ConfigError when its parts do not fit together or all ranks are lost."""
         if len(self._lost) == self.num_ranks:
             raise ConfigError("no rank is left to take a job", remedy="Restart the workers and call restore_rank.")
         job = Job(self._next_id, kind, namespace, group, tuple(keys), tuple(host_pages), tuple(device_blocks))
@@ -76,8 +76,11 @@ class JobTracker:
         return job
 
     def complete(self, completion: Completion) -> Finished | None:
-        """Take one rank's answer. Return the finished job with the last answer, else None; a second answer of a rank, or
-        one to a job already finished, is counted and ignored. Raises ConfigError for an answer that no job can have."""
+        """Take one rank's answer. Return the finished job with the last answer, else None; a second answer of a
+        rank, or one to a job already finished, is counted and ignored.
+
+        Raises ConfigError for an answer that no job can have.
+        """
         if not (0 <= completion.rank < self.num_ranks and 0 <= completion.id < self._next_id):
             raise ConfigError(
                 "a completion of an unknown rank or job",

@@ -61,6 +61,7 @@ class _Flight:
     space: Space
     entries: list[Entry]
     joined: list[Pins] = field(default_factory=list)
+    chain: Sequence[bytes] = ()  # of a LOOKUP: the whole chain, whose tail was asked for
 
 
 @dataclass(slots=True)
@@ -191,8 +192,8 @@ class ControlPlane:
         *,
         for_whom: str = "",
     ) -> Job | None:
-        """Copy keys[start:stop], all ready in the host tier, to the device: to `device_blocks` of a foreign one, to pages
-        reserved here of an owned one (as many leading ones as fit; None where none is lacking or fits)."""
+        """Copy keys[start:stop], all ready in the host tier, to the device: to `device_blocks` of a foreign one, to
+        pages reserved here of an owned one (as many leading ones as fit; None where none is lacking or fits)."""
         if device_blocks is not None:
             entries = [self._ready_host(space, key) for key in keys[start:stop]]
             return self._send(JobKind.LOAD, space, entries, device_blocks)
@@ -201,16 +202,14 @@ class ControlPlane:
         entries = self.directory.reserve(space, keys, start, stop, Tier.DEVICE, for_whom=for_whom)
         return self._send(JobKind.LOAD, space, entries, self._owned_blocks(entries))
 
-    def prefetch(
-        self, space: Space, keys: Sequence[bytes], start: int, stop: int, *, for_whom: str = ""
-    ) -> Job | None:
+    def prefetch(self, space: Space, keys: Sequence[bytes], start: int, stop: int, *, for_whom: str = "") -> Job | None:
         """Read those of keys[start:stop] that the host tier lacks from storage; None where none is lacking or fits."""
         return self._send(
             JobKind.PREFETCH, space, self.directory.reserve(space, keys, start, stop, Tier.HOST, for_whom=for_whom), ()
         )
 
     def persist(self, space: Space, entries: Sequence[Entry]) -> Job | None:
-        """Write those of `entries` (ready in the host tier) that storage is not known to hold; None where none is left."""
+        """Write those of `entries` that the host tier has and storage is not known to hold; None for nothing."""
         lacking = [
             entry
             for entry in entries
@@ -219,6 +218,16 @@ class ControlPlane:
             and (Tier.STORAGE, entry) not in self._filling
         ]
         return self._send(JobKind.PERSIST, space, lacking, ())
+
+    def offload_victims(self, num_pages: int) -> list[Job]:
+        """Offload those of an owned device's next `num_pages` victims that the host tier lacks (write_back)."""
+        victims = self.directory.victims(Tier.DEVICE, num_pages) if num_pages > 0 else []
+        jobs = []
+        for branch in _branches([entry for entry in victims if entry.page(Tier.HOST) is None]):
+            keys = _path(branch[0])
+            job = self.offload(branch[0].space, keys, len(keys) - len(branch), len(keys), for_whom="write_back")
+            jobs += [job] if job else []
+        return jobs
 
     def lookup(self, space: Space, keys: Sequence[bytes], first: int) -> Job | None:
         """Ask storage for keys[first:], unless that was asked less than `lookup_ttl_s` ago."""
@@ -232,12 +241,18 @@ class ControlPlane:
             self._asked.clear()
         self._asked[asked] = now
         job = self.tracker.open(JobKind.LOOKUP, space.namespace.digest, space.group, keys[first:])
-        self._flights[job.id] = _Flight(space, [])
+        self._flights[job.id] = _Flight(space, [], chain=keys)
         self._outbox.append(job)
         return job
 
     def commit(
-        self, space: Space, keys: Sequence[bytes], indices: Sequence[int], entries: Sequence[Entry], *, for_whom: str = ""
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        indices: Sequence[int],
+        entries: Sequence[Entry],
+        *,
+        for_whom: str = "",
     ) -> None:
         """Make reserved pages of an owned device, now written, ready, and let the write policy decide on them.
         `entries[j]` is the page of `keys[indices[j]]`, ascending."""
@@ -294,7 +309,7 @@ class ControlPlane:
         counters.seconds += finished.seconds
         reason = f"{job.kind}: {finished.error or 'no reason given'}"
         if job.kind is JobKind.LOOKUP:
-            self._book_lookup(flight.space, job, finished.failed_pages)
+            self._book_lookup(flight, job, finished.failed_pages)
             return
         fills = self._tier_filled(job.kind)
         good = [entry for i, entry in enumerate(flight.entries) if i not in finished.failed_pages]
@@ -305,7 +320,7 @@ class ControlPlane:
         if fills is Tier.STORAGE:
             self._hint(flight.space, good, True)
         elif fills is not None:
-            self.directory.publish(good, fills)
+            good = self.directory.publish(good, fills)
             for pins in flight.joined:
                 pins.add(good, fills)
             self.directory.fail(bad, fills, reason)
@@ -317,9 +332,7 @@ class ControlPlane:
         if job.kind is JobKind.OFFLOAD and self.has_storage:
             self.persist(flight.space, good)
 
-    def _send(
-        self, kind: JobKind, space: Space, entries: list[Entry], device_blocks: Sequence[int]
-    ) -> Job | None:
+    def _send(self, kind: JobKind, space: Space, entries: list[Entry], device_blocks: Sequence[int]) -> Job | None:
         if not entries:
             return None
         host_pages = [entry.page(Tier.HOST) for entry in entries]
@@ -341,10 +354,8 @@ class ControlPlane:
         self._outbox.append(job)
         return job
 
-    def _offload_owned(
-        self, space: Space, keys: Sequence[bytes], start: int, stop: int, for_whom: str
-    ) -> Job | None:
-        """Offload the pages of keys[start:stop] that are ready on the device; those still being written there are not."""
+    def _offload_owned(self, space: Space, keys: Sequence[bytes], start: int, stop: int, for_whom: str) -> Job | None:
+        """Offload those of keys[start:stop] that are ready on the device, not those still being written there."""
         reserved: list[Entry] = []
         for low, high in _runs(start, stop, lambda i: self._is_ready(space, keys[i], Tier.DEVICE)):
             reserved += self.directory.reserve(space, keys, low, high, Tier.HOST, for_whom=for_whom)
@@ -382,10 +393,11 @@ class ControlPlane:
         if entries:
             self.directory.set_stored(space, [entry.key for entry in entries], stored, reason)
 
-    def _book_lookup(self, space: Space, job: Job, missing: frozenset[int]) -> None:
+    def _book_lookup(self, flight: _Flight, job: Job, missing: frozenset[int]) -> None:
         found = min(missing, default=job.num_pages)
+        first = len(flight.chain) - job.num_pages
         if found:
-            self.directory.set_stored(space, job.keys[:found], True)
+            self.directory.set_stored(flight.space, flight.chain[: first + found], True, start=first)
 
     def _count_hits(self, space: Space, keys: Sequence[bytes], start: int, stop: int) -> int:
         wanted = start
@@ -416,3 +428,24 @@ def _runs(start: int, stop: int, wanted: Callable[[int], bool]) -> list[tuple[in
             else:
                 runs.append((i, i + 1))
     return runs
+
+
+def _path(entry: Entry) -> list[bytes]:
+    """Return the keys from the first page of the entry's chain to its own."""
+    keys: list[bytes] = []
+    node: Entry | None = entry
+    while node is not None:
+        keys.append(node.key)
+        node = node.parent
+    return keys[::-1]
+
+
+def _branches(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Cut entries, children before parents, into runs in which each is the parent of the one before."""
+    branches: list[list[Entry]] = []
+    for entry in entries:
+        if branches and branches[-1][-1].parent is entry:
+            branches[-1].append(entry)
+        else:
+            branches.append([entry])
+    return branches
