@@ -1,0 +1,26 @@
+"""Eviction policies: which of a tier's leaves goes first."""
+
+from __future__ import annotations
+
+from kvhoist.control.eviction.base import EvictionFactory, EvictionPolicy, PolicyContext
+from kvhoist.control.eviction.lru import LruPolicy
+from kvhoist.errors import PolicyError
+
+__all__ = ["POLICIES", "EvictionFactory", "EvictionPolicy", "PolicyContext", "eviction_factory"]
+
+POLICIES: dict[str, EvictionFactory] = {"lru": LruPolicy}
+
+
+def eviction_factory(eviction: str | EvictionFactory) -> EvictionFactory:
+    """Return the factory called `eviction`, or `eviction` if it is one. Raises PolicyError for an unknown name."""
+    if callable(eviction):
+        return eviction
+    factory = POLICIES.get(eviction)
+    if factory is None:
+        raise PolicyError(
+            "no such eviction policy",
+            got=repr(eviction),
+            choices=POLICIES,
+            remedy="Give one of these names, or a callable that takes a PolicyContext and returns an EvictionPolicy.",
+        )
+    return factory

@@ -1,0 +1,53 @@
+"""The tiers, and the bits by which an entry says what it holds in each.
+
+An entry has one int of flags and one int of counters for all tiers, so that the code is the same for every tier and
+an entry stays small. At rest in the host tier alone both are ints below 257, which CPython shares.
+
+flags: bit `tier` = a copy is held there (being filled or ready); bit `3 + tier` = it is ready; bit 6 = doomed.
+busy:  28 bits a tier count the children whose subtree holds a copy there; above them, 28 bits a tier count pins.
+       A ready copy whose busy bits of a tier are all zero is a leaf there that may be evicted.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Tier(IntEnum):
+    """Where a copy of a page can be. Of STORAGE the directory knows a hint only."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+_FIELD_BITS = 28
+_FIELD = (1 << _FIELD_BITS) - 1
+_SHIFTS = (_FIELD_BITS, 0, 2 * _FIELD_BITS)  # the host's count is the lowest: a small int where only it is used
+_PINS_SHIFT = 3 * _FIELD_BITS
+
+HELD = (1, 2, 4)
+READY = (8, 16, 32)
+DOOMED = 64
+HELD_ANY = sum(HELD)
+READY_ANY = sum(READY)
+
+CHILD = tuple(1 << shift for shift in _SHIFTS)
+CHILDREN = tuple(_FIELD << shift for shift in _SHIFTS)
+PIN = tuple(1 << (shift + _PINS_SHIFT) for shift in _SHIFTS)
+PINS = tuple(_FIELD << (shift + _PINS_SHIFT) for shift in _SHIFTS)
+BUSY = tuple(children | pins for children, pins in zip(CHILDREN, PINS, strict=True))
+PINS_ANY = sum(PINS)
+
+
+def num_children(busy: int, tier: int) -> int:
+    """Return how many children hold a copy in `tier`, themselves or below them."""
+    return busy >> _SHIFTS[tier] & _FIELD
+
+
+def num_pins(busy: int, tier: int) -> int:
+    """Return how often the copy in `tier` is pinned."""
+    return busy >> (_SHIFTS[tier] + _PINS_SHIFT) & _FIELD
