@@ -65,7 +65,7 @@ class BoundPlan:
             _check_buffers(layout, buffers)
         bases = [[region.address for region in buffers] for buffers in self._buffers]
         nests = [_placed(nest, bases[0], bases[1]) for nest in plan.nests]
-        self._moves = [self._move(nest) for nest in _fused(nests)]
+        self._moves = [self._move(nest) for nest in _fused(nests, plan)]
 
     def copy(self, src_units: ArrayLike, dst_units: ArrayLike) -> int:
         """Copy the units `src_units` to the units `dst_units` and return the bytes moved. Where the ids of
@@ -153,16 +153,19 @@ def _placed(nest: Nest, src_bases: list[int], dst_bases: list[int]) -> Nest:
     return Nest(ends[0], ends[1], nest.run_bytes, nest.axes)
 
 
-def _fused(nests: list[Nest]) -> list[Nest]:
+def _fused(nests: list[Nest], plan: CopyPlan) -> list[Nest]:
     """Make one nest of neighbours that are alike and stand at one pitch of addresses on both sides, as the tensors of
-    layers that were allocated one after the other mostly do. Only the bytes of the nests themselves are touched."""
+    layers that were allocated one after the other mostly do. Only the bytes of the nests themselves are touched.
+
+    Memory of the other side must not lie between them: numpy would take the two for overlapping and copy twice.
+    """
     fused: list[Nest] = []
     start = 0
     while start < len(nests):
         first, count, pitch = nests[start], 1, (0, 0)
         for nest in nests[start + 1 :]:
             step = _pitch(nests[start + count - 1], nest)
-            if step is None or (count > 1 and step != pitch):
+            if step is None or (count > 1 and step != pitch) or _interleaved(first, nest, plan):
                 break
             count, pitch = count + 1, step
         axes = (Axis(count, *pitch), *first.axes) if count > 1 else first.axes
@@ -176,6 +179,18 @@ def _pitch(a: Nest, b: Nest) -> tuple[int, int] | None:
     src, dst = b.src.offset_bytes - a.src.offset_bytes, b.dst.offset_bytes - a.dst.offset_bytes
     moved = Nest(_shift(a.src, src), _shift(a.dst, dst), a.run_bytes, a.axes)
     return (src, dst) if moved == b else None
+
+
+def _interleaved(first: Nest, last: Nest, plan: CopyPlan) -> bool:
+    """Tell whether the addresses from `first` to `last` of one side span any of the other's."""
+    hulls = []
+    for side, layout, per_unit in ((0, plan.src, plan.steps_per_unit[0]), (1, plan.dst, plan.steps_per_unit[1])):
+        ends = [(nest.src, nest.dst)[side] for nest in (first, last)]
+        extent = (layout.num_units - 1) * ends[0].unit_stride_bytes + (per_unit - 1) * ends[0].block_stride_bytes
+        extent += sum((axis.length - 1) * axis[1 + side] for axis in first.axes) + first.run_bytes
+        starts = sorted(end.offset_bytes for end in ends)
+        hulls.append((starts[0], starts[1] + extent))
+    return hulls[0][0] < hulls[1][1] and hulls[1][0] < hulls[0][1]
 
 
 def _shift(end: End, num_bytes: int) -> End:
