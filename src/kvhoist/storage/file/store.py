@@ -81,6 +81,12 @@ class FileStore:
                 f"the segments in {self._folder.path} cannot be opened", got=error, remedy="Check their owner and mode."
             ) from error
 
+    def __enter__(self) -> FileStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def folder(self) -> Path:
         return self._folder.path
@@ -177,6 +183,12 @@ class FileStore:
     def faults(self) -> dict[str, str]:
         """Return the segment files that cannot be used, by name, and why. Nothing was changed in them."""
         return dict(self._neighbours.faults)
+
+    def segment_paths(self) -> list[Path]:
+        """Return the segment files that can be used, of whatever owner."""
+        with self._lock:
+            shelves = [*self._index.owned_shelves(), *self._index.foreign_shelves.values()]
+            return sorted(shelf.segment.path for shelf in shelves)
 
     def num_segments(self) -> tuple[int, int]:
         """Return how many segments are this process's own, and how many it reads of others."""

@@ -1,0 +1,269 @@
+"""FileStore against plain large sequential I/O on the same disk, in one run; and how fast an index comes back.
+
+Caching is the same in all arms: buffered I/O, files preallocated, an fdatasync of each file inside the time of a write,
+the page cache dropped with posix_fadvise before a read.
+
+python -m kvhoist.bench.storage [--smoke] [FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvhoist.messages import WHOLE, PageKey, StorageKey
+from kvhoist.storage.base import Buffer
+from kvhoist.storage.file import FileStore
+from kvhoist.storage.io import StorageIO
+from kvhoist.storage.record import Sealer
+
+BATCH_PAGES = 64
+TARGET_RATIO = 0.7
+TARGET_REINDEX_S = 2.0
+REINDEX_PAGES = 100_000
+
+_PLAIN_BYTES = 16 << 20
+_IN_FLIGHT = 2
+_NAMESPACE = bytes(32)
+_SMALL_BYTES = 4096
+
+
+def run(
+    folder: str | os.PathLike[str] | None = None,
+    num_pages: int = REINDEX_PAGES,
+    page_bytes: Sequence[int] = (1 << 20, 4 << 20),
+    smoke: bool = False,
+) -> dict[str, Any]:
+    """Measure in a new folder inside of `folder` (default: the temporary folder), which is deleted afterwards.
+
+    Per page size: medians over rounds in GiB/s of `plain` (16 MiB reads and writes of one file), `store` (FileStore
+    alone, one batch after the other) and `pool` (through StorageIO, checksums made and verified, two batches in
+    flight); `ratio` is the median of the ratios to `plain` of the same round, `ratio_of_best` that of the best rounds,
+    which a busy machine disturbs less. `num_pages` pages are re-indexed.
+    """
+    rounds, total_bytes = (1, 64 << 20) if smoke else (7, 512 << 20)
+    num_pages = min(num_pages, 2000) if smoke else num_pages
+    with tempfile.TemporaryDirectory(prefix="kvhoist-bench-", dir=folder) as scratch:
+        sizes = [
+            _measure_size(Path(scratch), size, max(BATCH_PAGES * size, total_bytes), rounds) for size in page_bytes
+        ]
+        reindex = _measure_reindex(Path(scratch), num_pages)
+        machine = _machine(Path(scratch))
+    passed = reindex["passed"] and all(size[arm]["passed"] for size in sizes for arm in ("write", "read"))
+    return {"machine": machine, "smoke": smoke, "sizes": sizes, "reindex": reindex, "passed": passed}
+
+
+def _measure_size(scratch: Path, page_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
+    batch = np.random.default_rng(0).integers(0, 256, BATCH_PAGES * page_bytes, dtype=np.uint8)
+    num_batches = total_bytes // batch.nbytes
+    arms: dict[str, Callable[[Path, Any, int, int], tuple[float, float]]] = {
+        "plain": _plain,
+        "store": _store,
+        "pool": _pool,
+    }
+    rates: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
+    for turn in range(rounds):
+        for arm in _rotated(list(arms), turn):  # whoever comes first finds another disk than who comes last
+            seconds = arms[arm](scratch / arm, batch, page_bytes, num_batches)
+            rates[arm].append((num_batches * batch.nbytes / seconds[0], num_batches * batch.nbytes / seconds[1]))
+            shutil.rmtree(scratch / arm)
+    figures = {name: _figures(rates, i) for i, name in enumerate(("write", "read"))}
+    return {"page_bytes": page_bytes, "bytes": num_batches * batch.nbytes, "rounds": rounds, **figures}
+
+
+def _figures(rates: dict[str, list[tuple[float, float]]], column: int) -> dict[str, Any]:
+    by_arm = {arm: [rate[column] for rate in rows] for arm, rows in rates.items()}
+    ratios = {
+        arm: statistics.median(a / b for a, b in zip(by_arm[arm], by_arm["plain"], strict=True))
+        for arm in ("store", "pool")
+    }
+    return {
+        "gib_per_s": {arm: round(statistics.median(rows) / (1 << 30), 3) for arm, rows in by_arm.items()},
+        "ratio": {arm: round(ratio, 3) for arm, ratio in ratios.items()},
+        "ratio_of_best": {arm: round(max(by_arm[arm]) / max(by_arm["plain"]), 3) for arm in ratios},
+        "target_ratio": TARGET_RATIO,
+        "passed": ratios["pool"] >= TARGET_RATIO,
+    }
+
+
+def _plain(folder: Path, batch: Any, page_bytes: int, num_batches: int) -> tuple[float, float]:
+    folder.mkdir()
+    view = memoryview(batch)
+    pieces = [view[i : i + _PLAIN_BYTES] for i in range(0, len(view), _PLAIN_BYTES)]
+    fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
+    try:
+        begin = time.perf_counter()
+        os.posix_fallocate(fd, 0, num_batches * batch.nbytes)
+        for number in range(num_batches):
+            for i, piece in enumerate(pieces):
+                os.pwrite(fd, piece, number * batch.nbytes + i * _PLAIN_BYTES)
+        os.fdatasync(fd)
+        written_s = time.perf_counter() - begin
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        target = memoryview(np.ones_like(batch))
+        begin = time.perf_counter()
+        for number in range(num_batches):
+            for i in range(len(pieces)):
+                at = i * _PLAIN_BYTES
+                os.preadv(fd, [target[at : at + _PLAIN_BYTES]], number * batch.nbytes + at)
+        return written_s, time.perf_counter() - begin
+    finally:
+        os.close(fd)
+
+
+def _store(folder: Path, batch: Any, page_bytes: int, num_batches: int) -> tuple[float, float]:
+    blobs = _pages_of(batch, page_bytes)
+    keys = [_keys(number, len(blobs)) for number in range(num_batches)]
+    sealer = Sealer()
+    headers = [[sealer.seal(key, blob) for key, blob in zip(row, blobs, strict=True)] for row in keys]
+    store = FileStore(folder, capacity=_capacity(batch, num_batches))
+    begin = time.perf_counter()
+    for row, sealed in zip(keys, headers, strict=True):
+        _demand(all(store.put(row, sealed, blobs)))
+    _sync(folder)
+    written_s = time.perf_counter() - begin
+    _drop_cache(folder)
+    buffers = _pages_of(np.ones_like(batch), page_bytes)
+    begin = time.perf_counter()
+    for row in keys:
+        _demand(None not in store.get(row, buffers))
+    read_s = time.perf_counter() - begin
+    store.close()
+    return written_s, read_s
+
+
+def _pool(folder: Path, batch: Any, page_bytes: int, num_batches: int) -> tuple[float, float]:
+    blobs = _pages_of(batch, page_bytes)
+    keys = [_keys(number, len(blobs)) for number in range(num_batches)]
+    store = FileStore(folder, capacity=_capacity(batch, num_batches))
+    io = StorageIO(store, Sealer())
+    targets = [_pages_of(np.ones_like(batch), page_bytes) for _ in range(_IN_FLIGHT)]
+    begin = time.perf_counter()
+    _pipeline(lambda number: io.persist(keys[number], blobs), num_batches)
+    _sync(folder)
+    written_s = time.perf_counter() - begin
+    _drop_cache(folder)
+    begin = time.perf_counter()
+    _pipeline(lambda number: io.prefetch(keys[number], targets[number % _IN_FLIGHT]), num_batches)
+    read_s = time.perf_counter() - begin
+    io.close()
+    store.close()
+    return written_s, read_s
+
+
+def _pipeline(submit: Callable[[int], Any], num_batches: int) -> None:
+    """Keep `_IN_FLIGHT` batches under way; a batch's buffers are used again only when it is done."""
+    futures: list[Any] = []
+    for number in range(num_batches):
+        if number >= _IN_FLIGHT:
+            _demand(futures[number - _IN_FLIGHT].result().error is None)
+        futures.append(submit(number))
+    for future in futures[-_IN_FLIGHT:]:
+        _demand(future.result().error is None)
+
+
+def _measure_reindex(scratch: Path, num_pages: int) -> dict[str, Any]:
+    folder = scratch / "reindex"
+    capacity = 2 * num_pages * (_SMALL_BYTES + 256) + (64 << 20)
+    blob = memoryview(bytes(_SMALL_BYTES))
+    sealer = Sealer()
+    with FileStore(folder, capacity=capacity) as store:
+        for first in range(0, num_pages, 1024):
+            keys = _keys(first, min(1024, num_pages - first))
+            _demand(all(store.put(keys, [sealer.seal(key, blob) for key in keys], [blob] * len(keys))))
+    _sync(folder)
+    seconds = []
+    for _ in range(3):
+        _drop_cache(folder)
+        begin = time.perf_counter()
+        store = FileStore(folder, capacity=capacity)
+        seconds.append(time.perf_counter() - begin)
+        _demand(store.stats().num_pages == num_pages)
+        num_segments = store.num_segments()[0]
+        store.close()
+    median_s = statistics.median(seconds)
+    return {
+        "num_pages": num_pages,
+        "num_segments": num_segments,
+        "seconds": round(median_s, 3),
+        "target_seconds": TARGET_REINDEX_S,
+        "passed": median_s <= TARGET_REINDEX_S,
+    }
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    return names[by % len(names) :] + names[: by % len(names)]
+
+
+def _pages_of(batch: Any, page_bytes: int) -> list[Buffer]:
+    view = memoryview(batch)
+    return [view[i : i + page_bytes] for i in range(0, len(view), page_bytes)]
+
+
+def _keys(number: int, count: int) -> list[StorageKey]:
+    return [
+        StorageKey(PageKey(_NAMESPACE, 0, number.to_bytes(16, "little") + i.to_bytes(16, "little")), WHOLE)
+        for i in range(count)
+    ]
+
+
+def _capacity(batch: Any, num_batches: int) -> int:
+    return int(2 * num_batches * batch.nbytes + (64 << 20))
+
+
+def _sync(folder: Path) -> None:
+    _each_file(folder, os.fdatasync)
+
+
+def _drop_cache(folder: Path) -> None:
+    _each_file(folder, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
+
+
+def _each_file(folder: Path, act: Callable[[int], None]) -> None:
+    for path in (folder / "segments").iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            act(fd)
+        finally:
+            os.close(fd)
+
+
+def _machine(folder: Path) -> dict[str, Any]:
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
+    device, _, kind = max(inside, key=lambda mount: len(mount[1]))[:3] if inside else ("?", "?", "?")
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "num_cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "disk": f"{device} ({kind})",
+        "caching": "buffered; fdatasync inside of write times; page cache dropped before reads",
+    }
+
+
+def _demand(holds: bool) -> None:
+    if not holds:
+        raise RuntimeError("the store did not keep what the benchmark gave it: is the disk full?")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kvhoist.bench.storage", description=__doc__)
+    parser.add_argument("folder", nargs="?", help="measure on the disk that holds this folder")
+    parser.add_argument("--smoke", action="store_true", help="a quick run on little data")
+    args = parser.parse_args()
+    print(json.dumps(run(args.folder, smoke=args.smoke), indent=1))
+
+
+if __name__ == "__main__":
+    main()
