@@ -171,7 +171,8 @@ class Binding:
     def _open_io(self, config: CacheConfig) -> StorageIO | None:
         if self.store is None:
             return None
-        waiting = config.max_queued_pages or max(1, self.arena.num_pages // 4)
+        host_pages = self.arena.num_pages
+        waiting = config.max_queued_pages or max(host_pages // 2, min(64, host_pages))
         return StorageIO(
             self.store, Sealer(config.store_secret), num_threads=config.io_threads, max_queued_pages=waiting
         )

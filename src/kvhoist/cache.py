@@ -129,8 +129,13 @@ class HierarchicalCache(TierMoves):
         chain: TokenChain | None = None,
         namespace: Namespace | None = None,
     ) -> Explanation:
-        """Say page by page which tiers hold `tokens`, and for the first miss why. Asks storage as `match` does."""
+        """Say page by page which tiers hold `tokens`, and for the first miss why.
+
+        Asks storage as `match` does, also for the same tokens in the other namespaces that the store knows.
+        """
         match = self.match(tokens, salt=salt, extras=extras, chain=chain, namespace=namespace)
+        if match.num_pages < len(match.keys):
+            self._ask_other_namespaces(match)
         with self._lock:
             return self._plane.explain(match.space, match.keys, len(tokens))
 
@@ -233,6 +238,17 @@ class HierarchicalCache(TierMoves):
         self.close()
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _ask_other_namespaces(self, match: Match) -> None:
+        store = self._binding.store
+        if store is None:
+            return
+        others = [Namespace.from_fields(fields) for fields in store.namespaces().values()]
+        with self._lock:
+            spaces = [self._plane.space(other) for other in others if other != match.space.namespace]
+            jobs = [self._plane.lookup(space, match.keys, 0) for space in spaces]
+            self._binding.dispatch()
+        self._binding.wait(jobs, self.config.lookup_timeout_s)
 
     def _keys(
         self, tokens: Tokens, salt: bytes, extras: Mapping[int, bytes] | None, chain: TokenChain | None

@@ -17,7 +17,7 @@ class CacheConfig:
     lookup_timeout_s: how long `match` waits for storage to say what it holds; 0 never waits.
     acquire_timeout_s: how long `acquire` waits for pages on their way; what is late is recomputed.
     io_threads, max_queued_pages: the storage I/O pool and how many pages may wait to be persisted, beyond which they
-        are dropped and counted; None is a quarter of the host tier, since waiting pages stay pinned there.
+        are dropped and counted; None is half of the host tier (waiting pages stay pinned there), at least 64.
     history_pages: how many evicted or failed pages `explain` remembers.
     io_backend: `auto`, or a copy engine by name.
     debug_verify: compare each loaded page with what was offloaded (slow).

@@ -144,7 +144,7 @@ class TierMoves:
         if self._plane.policy.when is not WriteWhen.WRITE_BACK:
             return
         with self._lock:
-            free = self._plane.directory.num_free(Tier.DEVICE) if room is None else room
+            free = self._plane.directory.stats().tiers["device"].free_pages if room is None else room
             jobs = self._plane.offload_victims(num_pages - free)
             self._binding.dispatch()
         self._binding.wait(jobs, self.config.acquire_timeout_s)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvhoist.control.directory_stats import DirectoryStats
 from kvhoist.storage.base import StoreStats
 from kvhoist.storage.io import StorageIOStats
 
@@ -19,7 +20,7 @@ class CacheStats:
     """
 
     jobs: Mapping[str, Mapping[str, float]]
-    directory: Mapping[str, Any]
+    directory: DirectoryStats
     storage: StorageIOStats | None
     store: StoreStats | None
     open_jobs: int

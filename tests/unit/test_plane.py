@@ -79,7 +79,7 @@ def test_a_lost_rank_leaves_no_page_visible_and_no_page_id_behind():
     assert [one.job for one in finished] == [job]
     assert plane.directory.match(space, KEYS) == []
     plane.audit()
-    assert plane.directory.num_free(Tier.HOST) == 8
+    assert plane.directory.stats().tiers["host"].free_pages == 8
 
 
 def test_a_load_pins_its_host_source_until_every_rank_has_it():
