@@ -1,0 +1,62 @@
+"""`kvhoist bench`: what the benchmarks of kvhoist.bench measure on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvhoist.cli.output import JsonOption, console, print_json, tables_of, working
+
+bench_app = typer.Typer(
+    name="bench", help="Measure this machine: medians, ratios, both arms in one run.", no_args_is_help=True
+)
+
+SmokeOption = Annotated[bool, typer.Option("--smoke", help="A few seconds, to see that it runs; figures mean nothing.")]
+
+
+@bench_app.command()
+def directory(
+    pages: Annotated[int, typer.Option(min=1000, help="Pages in the directory.")] = 1_000_000,
+    smoke: SmokeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Match, pin, insert and evict in a directory of a million pages; hashing beside it."""
+    from kvhoist.bench.directory import run
+
+    with working("measuring the directory (some minutes)", as_json=as_json):
+        result = run(num_pages=pages, smoke=smoke)
+    _show(result, as_json)
+
+
+@bench_app.command()
+def storage(
+    folder: Annotated[Path | None, typer.Option(help="On the disk to measure; default: the temporary folder.")] = None,
+    pages: Annotated[int, typer.Option(min=1, help="Pages to find again at start.")] = 100_000,
+    smoke: SmokeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write and read pages in a FileStore, beside plain sequential I/O on the same disk."""
+    from kvhoist.bench.storage import run
+
+    with working("measuring storage (some minutes)", as_json=as_json):
+        result = run(folder, num_pages=pages, smoke=smoke)
+    _show(result, as_json)
+
+
+@bench_app.command()
+def copy(smoke: SmokeOption = False, as_json: JsonOption = False) -> None:
+    """Copy scattered pages between device layouts and host pages, beside numpy's large-block copy."""
+    from kvhoist.bench.copy import run
+
+    with working("measuring copies", as_json=as_json):
+        result = run(smoke=smoke)
+    _show(result, as_json)
+
+
+def _show(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(result)
+    else:
+        console().print(*tables_of(result), sep="\n")

@@ -1,0 +1,77 @@
+"""The application: its commands, `--version`, and how errors reach a person.
+
+A command is a function in a module of its own, registered here. Commands import what is heavy (torch, engines,
+benchmarks) when they run, so that the application starts at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+from typer.core import TyperGroup
+
+import kvhoist
+from kvhoist.cli.bench import bench_app
+from kvhoist.cli.doctor import doctor
+from kvhoist.cli.output import side_console
+from kvhoist.errors import KvhoistError
+from kvhoist.settings import Settings
+
+ERROR_EXIT = 2
+"""Exit code of a command that was asked for what cannot be; also click's own for wrong usage."""
+
+
+class _Group(TyperGroup):
+    """Turns a KvhoistError of any command into one line on stderr; others are our bugs and keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvhoistError as error:
+            if ctx.params.get("debug"):
+                raise
+            side_console().print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+            raise typer.Exit(ERROR_EXIT) from error
+
+
+app = typer.Typer(
+    name="kvhoist",
+    help="A hierarchical KV cache for LLM serving: device, host memory and disk.",
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"kvhoist {kvhoist.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    ctx: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    # doctor tells what is wrong with the environment and must not fail over it.
+    if ctx.invoked_subcommand != "doctor":
+        level = "DEBUG" if debug else Settings.from_env().log_level
+        logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+
+
+app.command()(doctor)
+app.add_typer(bench_app)
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    app(prog_name="kvhoist")

