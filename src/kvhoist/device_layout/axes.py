@@ -93,6 +93,8 @@ class Axes:
         self, tensor: TensorBytes, names: Sequence[str], length: int, stride: int, lengths: Mapping[str, int]
     ) -> dict[str, AxisView]:
         """Cut one dimension into the axes that it holds; all but one must be of known length."""
+        if len(names) == 1:
+            return {names[0]: AxisView(length, stride)}
         open_names = [name for name in names if name not in lengths]
         known = 1
         for name in names:
