@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvhoist.errors import StorageError
 from kvhoist.storage.file.segment import Segment, slots_that_fit
 from kvhoist.storage.record import namespace_of
 
@@ -226,6 +227,26 @@ class Index:
             self.drop_shelf(shelf)
         return empty
 
+    def audit(self) -> None:
+        """Recount everything. Raises StorageError that names what does not hold."""
+        for pitch_bytes, size_class in self._classes.items():
+            for shelf in size_class.shelves:
+                held = {slot for slot, identity in enumerate(shelf.identities) if identity is not None}
+                free = set(shelf.free)
+                name = shelf.segment.path.name
+                _demand(len(free) == len(shelf.free), f"a slot of {name} is free twice")
+                _demand(not free & held, f"a slot of {name} is both free and held")
+                _demand(len(free) + len(held) + shelf.num_writing == len(shelf.identities), f"a slot of {name} is lost")
+                _demand(shelf.num_pages == len(held), f"the pages of {name} are miscounted")
+                _demand(shelf.segment.pitch_bytes == pitch_bytes, f"{name} is in the wrong size class")
+            for identity, (shelf, slot) in size_class.pages.items():
+                _demand(shelf in size_class.shelves, "a page lies in a segment that was given up")
+                _demand(shelf.identities[slot] == identity, "a page and its slot disagree")
+        files = sum(shelf.segment.file_bytes for shelf in self.owned_shelves())
+        _demand(files == self.owned_bytes, "the bytes of the owned segments are miscounted")
+        for identity, (shelf, slot) in self.foreign.items():
+            _demand(shelf.identities[slot] == identity and not shelf.gone, "a foreign page and its slot disagree")
+
     def _empty(self, place: Place) -> None:
         place.shelf.identities[place.slot] = None
         place.shelf.num_pages -= 1
@@ -233,3 +254,8 @@ class Index:
     def _use(self, shelf: Shelf) -> None:
         self._uses += 1
         shelf.last_used = self._uses
+
+
+def _demand(holds: bool, what: str) -> None:
+    if not holds:
+        raise StorageError(f"the index of the file store is broken: {what}", remedy="This is a bug: please report it.")

@@ -196,6 +196,7 @@ class Neighbours:
         changed: list[int] = np.flatnonzero(checks != shelf.checks).tolist()
         scan = scan_slots(table, changed, pitch_bytes=segment.pitch_bytes, slots_in_file=segment.slots_in_file())
         with self._lock:
+            self._counts["quarantined"] += sum(bool(checks[slot]) for slot in scan.damaged)
             for slot in set(changed).difference(slot for _, slot, _ in scan.found):
                 self._index.set_foreign(shelf, slot, None)
             for _, slot, identity in scan.found:

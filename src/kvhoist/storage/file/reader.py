@@ -31,30 +31,26 @@ class Reader:
 
     def read(self, identities: Sequence[bytes], blobs: Sequence[Buffer]) -> tuple[list[bytes | None], list[int]]:
         """Fill the blobs; return the headers (None for a miss) and the numbers of pages that could not be read."""
-        headers: list[bytes | None] = [None] * len(identities)
-        unreadable: list[int] = []
+        found: dict[int, bytes | None] = {}
         places = self._enter(identities, blobs)
         try:
-            for shelf, slots in _by_shelf(places):
-                numbers = {places[n].slot: n for n in slots}
-                for run in _bounded_runs(sorted(numbers)):
-                    buffers = [blobs[numbers[slot]] for slot in run]
-                    for slot, header in zip(run, self._read_run(shelf.segment, run[0], buffers), strict=True):
-                        headers[numbers[slot]] = header
-                        if header is None:
-                            unreadable.append(numbers[slot])
+            for shelf, numbers in _by_shelf(places):
+                numbers.sort(key=lambda number: places[number].slot)
+                waiting = iter(numbers)
+                for run in _bounded_runs([places[number].slot for number in numbers]):
+                    chosen = [next(waiting) for _ in run]
+                    headers = self._read_run(shelf.segment, run[0], [blobs[number] for number in chosen])
+                    found.update(zip(chosen, headers, strict=True))
         finally:
             self._leave(places)
         with self._lock:
-            for number, place in places.items():
-                if not self._still(identities[number], place, headers[number]):
-                    headers[number] = None
-                    unreadable = [n for n in unreadable if n != number]
-            num_read = sum(header is not None for header in headers)
+            valid = {n: h for n, h in found.items() if self._still(identities[n], places[n], h)}
+            unreadable = [number for number, header in valid.items() if header is None]
+            num_read = len(valid) - len(unreadable)
             self._counts["get"] += num_read
-            self._counts["missing"] += len(headers) - num_read
+            self._counts["missing"] += len(identities) - num_read
             self._counts["error"] += len(unreadable)
-        return headers, unreadable
+        return [valid.get(number) for number in range(len(identities))], unreadable
 
     def _enter(self, identities: Sequence[bytes], blobs: Sequence[Buffer]) -> dict[int, Place]:
         """Find the pages and keep their files open."""

@@ -208,7 +208,7 @@ class Segment:
 
 
 def runs_of(slots: Sequence[int]) -> list[Sequence[int]]:
-    """Cut ascending slots where one is not the next of the one before."""
+    """Cut ascending slots where one is not the next of the one before (the same slot twice makes two runs)."""
     cuts = [i for i, (a, b) in enumerate(pairwise(slots), 1) if b != a + 1]
     return [slots[a:b] for a, b in pairwise([0, *cuts, len(slots)])] if slots else []
 

@@ -195,6 +195,11 @@ class FileStore:
         with self._lock:
             return len(self._index.owned_shelves()), len(self._index.foreign_shelves)
 
+    def audit(self) -> None:
+        """Recount the index. Raises StorageError where it does not add up. For tests; takes the lock all along."""
+        with self._lock:
+            self._index.audit()
+
     def stats(self) -> StoreStats:
         """`num_pages` counts all that can be read here; `used_bytes` and `capacity_bytes` this process's own."""
         with self._lock:
