@@ -18,6 +18,7 @@ import kvhoist
 from kvhoist.cli.bench import bench_app
 from kvhoist.cli.doctor import doctor
 from kvhoist.cli.output import side_console
+from kvhoist.cli.store import store_app
 from kvhoist.errors import KvhoistError
 from kvhoist.settings import Settings
 
@@ -69,6 +70,7 @@ def _options(
 
 
 app.command()(doctor)
+app.add_typer(store_app)
 app.add_typer(bench_app)
 
 
