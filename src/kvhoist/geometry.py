@@ -88,7 +88,9 @@ class CacheGroup:
         _check_int("blocks_per_page", self.blocks_per_page, self.page_tokens)
         names = [component.name for component in self.components]
         if not names or len(set(names)) != len(names):
-            raise GeometryError("a cache group needs components of different names", got=names)
+            raise GeometryError(
+                "a cache group needs components", got=names, expected="at least one, of different names"
+            )
         if self.reuse.kind != PREFIX.kind:
             raise UnsupportedGeometryError(
                 "this cache group's reuse rule is not served yet",
@@ -168,7 +170,7 @@ class CacheGeometry:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups:
-            raise GeometryError("a cache geometry needs at least one cache group")
+            raise GeometryError("a cache geometry needs cache groups", got="none", expected="at least one")
 
     @classmethod
     def from_config(

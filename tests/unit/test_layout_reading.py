@@ -216,7 +216,7 @@ UNREADABLE: dict[str, tuple[Any, str, type[Exception], str]] = {
     "no kv axis": (slots(), "slot head dim", LayoutError, "kv"),
     "kv axis for one": ({"k": slots(), "v": slots()}, "kv slot dim", LayoutError, "kv"),
     "kv of three": ([from_torch(3, BLOCKS, TOKENS, HEADS, DIM)] * 3, "kv block token head dim", GeometryError, "'kv'"),
-    "tokens of another block": ([from_torch(2, 9, 5, HEADS, DIM)] * 3, "kv block token head dim", GeometryError, "'token'"),
+    "other block": ([from_torch(2, 9, 5, HEADS, DIM)] * 3, "kv block token head dim", GeometryError, "'token'"),
     "rows of another model": ({"k": slots(dim=4), "v": slots()}, "slot head dim", GeometryError, "16 B a row"),
     "another dtype": (
         {"k": [torch.zeros(BLOCKS * TOKENS, HEADS, DIM) for _ in range(3)], "v": slots()},
@@ -224,7 +224,7 @@ UNREADABLE: dict[str, tuple[Any, str, type[Exception], str]] = {
         GeometryError,
         "torch.float32",
     ),
-    "layers that differ": ({"k": slots(), "v": [*slots()[:2], *slots(48)[:1]]}, "slot head dim", LayoutError, "layer 2"),
+    "layers differ": ({"k": slots(), "v": [*slots()[:2], *slots(48)[:1]]}, "slot head dim", LayoutError, "layer 2"),
     "components of other lengths": ({"k": slots(), "v": slots(40)}, "slot head dim", LayoutError, "number of blocks"),
     "dim not contiguous": (
         {"k": [t.swapaxes(1, 2) for t in slots(heads=DIM, dim=HEADS)], "v": slots()},

@@ -1,0 +1,167 @@
+"""Plans: what they say of themselves, which engine they get, and every refusal before a byte is written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvhoist.copy.choose import choose_engine
+from kvhoist.copy.plan import CopyPlan
+from kvhoist.copy.reference import BoundPlan
+from kvhoist.device_layout import DeviceCache, read_device_layout
+from kvhoist.errors import ConfigError, LayoutError, PageIdError
+from kvhoist.geometry import CacheGeometry
+from kvhoist.layout import HostOrder, host_layout
+from kvhoist.platform.base import regions_of
+from kvhoist.platform.cpu import CpuPlatform
+
+GROUP = CacheGeometry.attention(4, k_row_bytes=32, v_row_bytes=32, page_tokens=8, blocks_per_page=2).groups[0]
+HOST = host_layout(GROUP, 4)
+
+
+def device(axes: str, *shape: int) -> DeviceCache:
+    return read_device_layout(GROUP, np.zeros(shape, np.uint16), axes)
+
+
+INTERLEAVED = device("layer block kv token head dim", 4, 8, 2, 4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "runs", "run_bytes"),
+    [
+        ("layer kv block token head dim", (4, 2, 8, 4, 2, 8), 2 * 8, 4 * 32),
+        ("layer block kv token head dim", (4, 8, 2, 4, 2, 8), 2 * 8, 4 * 32),
+        ("layer kv block head token dim", (4, 2, 8, 2, 4, 8), 2 * 8 * 4 * 2, 16),
+    ],
+)
+def test_runs_are_as_long_as_both_sides_allow(axes: str, shape: tuple[int, ...], runs: int, run_bytes: int) -> None:
+    plan = CopyPlan.make(device(axes, *shape).layout, HOST)
+    assert (plan.num_runs, plan.min_run_bytes, plan.max_run_bytes) == (runs, run_bytes, run_bytes)
+    assert plan.page_bytes == GROUP.page_bytes == plan.steps_per_page * plan.step_bytes
+
+
+def test_equal_host_orders_move_a_page_in_one_run() -> None:
+    assert CopyPlan.make(HOST, host_layout(GROUP, 9)).num_runs == 1
+
+
+def test_k_and_v_of_a_block_join_where_they_adjoin_on_both_sides() -> None:
+    whole_blocks = CacheGeometry.attention(4, k_row_bytes=32, v_row_bytes=32, page_tokens=4).groups[0]
+    cache = read_device_layout(whole_blocks, np.zeros((4, 8, 2, 4, 2, 8), np.uint16), "layer block kv token head dim")
+    plan = CopyPlan.make(cache.layout, host_layout(whole_blocks, 2))
+    assert (plan.num_runs, plan.min_run_bytes) == (4, 2 * 4 * 32)
+
+
+def test_alignment_divides_every_address() -> None:
+    odd = CacheGeometry.latent(2, row_bytes=6, page_tokens=4).groups[0]
+    assert CopyPlan.make(host_layout(odd, 2), host_layout(odd, 2, HostOrder.PAGE_FIRST)).alignment_bytes == 2
+    assert CopyPlan.make(INTERLEAVED.layout, HOST).alignment_bytes == 128
+
+
+def test_a_plan_prints_itself() -> None:
+    plan = CopyPlan.make(INTERLEAVED.layout, HOST)
+    plan = plan.with_choice(choose_engine(plan, CpuPlatform()))
+    text = str(plan)
+    for part in ("device (8 blocks) -> page_first_direct (4 pages)", "16 runs", "128 B", "reference", "4 layers"):
+        assert part in text
+    told = json.loads(json.dumps(plan.to_dict()))
+    assert told["runs_per_page"] == 16
+    assert told["engine"] == "reference"
+    assert sum(loop["times"] for loop in told["loops"]) == len(plan.nests)
+
+
+def test_a_plan_of_a_layer_group_moves_those_layers_and_keeps_the_engine() -> None:
+    plan = CopyPlan.make(INTERLEAVED.layout, HOST)
+    plan = plan.with_choice(choose_engine(plan, CpuPlatform()))
+    part = plan.for_layers(1, 3)
+    assert part.layers == (1, 2)
+    assert part.page_bytes == plan.page_bytes // 2
+    assert part.choice == plan.choice
+    assert [p.layers for p in plan.layer_groups(3)] == [(0,), (1,), (2, 3)]
+    assert [p.layers for p in plan.layer_groups(99)] == [(0,), (1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize("layers", [[], [4], [0, -1]])
+def test_layers_that_the_group_does_not_have_are_refused(layers: list[int]) -> None:
+    with pytest.raises(ConfigError, match="layers that the cache group does not have"):
+        CopyPlan.make(HOST, HOST, layers=layers)
+    with pytest.raises(ConfigError):
+        CopyPlan.make(HOST, HOST).for_layers(4, 9)
+
+
+def test_layouts_of_two_groups_have_no_plan() -> None:
+    other = CacheGeometry.attention(4, k_row_bytes=32, v_row_bytes=32, page_tokens=8).groups[0]
+    with pytest.raises(LayoutError, match="one cache group"):
+        CopyPlan.make(HOST, host_layout(other, 4))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "pages", "error", "text"),
+    [
+        ([0, 1, 2], [0], ConfigError, "3 block ids"),
+        ([0, 1], [0, 1], ConfigError, "same number of pages"),
+        ([0, 8], [0], PageIdError, r"\[8\]"),
+        ([0, -1], [0], PageIdError, r"\[-1\]"),
+        ([0, 1], [4], PageIdError, "from 0 to 3"),
+        ([0, 1, 2, 3], [1, 1], PageIdError, "more than once"),
+        ([[0, 1]], [0], ConfigError, "2 dimensions"),
+        ([0.0, 1.0], [0], ConfigError, "float64"),
+        ([True, False], [0], ConfigError, "bool"),
+        (np.array([0, 1 << 63], np.uint64), [0], PageIdError, "outside"),
+    ],
+)
+def test_unusable_ids_are_refused_before_anything_is_written(
+    blocks: Any, pages: Any, error: type[Exception], text: str
+) -> None:
+    host = np.full(HOST.buffer_bytes[0], 7, np.uint8)
+    bound = BoundPlan(CopyPlan.make(INTERLEAVED.layout, HOST), INTERLEAVED.buffers, regions_of([host]))
+    with pytest.raises(error, match=text):
+        bound.copy(np.array(blocks), np.array(pages))
+    assert (host == 7).all()
+
+
+def test_a_source_may_be_read_twice_and_nothing_may_be_asked() -> None:
+    host = np.zeros(HOST.buffer_bytes[0], np.uint8)
+    bound = BoundPlan(CopyPlan.make(INTERLEAVED.layout, HOST), INTERLEAVED.buffers, regions_of([host]))
+    assert bound.copy([1, 1, 1, 1], [0, 2]) == 2 * GROUP.page_bytes
+    assert bound.copy([], []) == 0
+
+
+def test_buffers_that_are_not_the_layouts_are_refused() -> None:
+    plan = CopyPlan.make(INTERLEAVED.layout, HOST)
+    short = np.zeros(HOST.buffer_bytes[0] - 1, np.uint8)
+    for buffers in ([], [short], [short, short]):
+        with pytest.raises(LayoutError, match="not those of layout 'page_first_direct'"):
+            BoundPlan(plan, INTERLEAVED.buffers, regions_of(buffers))
+
+
+def test_tensors_at_any_distance_copy_alike() -> None:
+    """Layers at one pitch of addresses are one move; others are moves of their own; both move the same bytes."""
+    group = CacheGeometry.latent(6, row_bytes=512, page_tokens=16).groups[0]
+    rng = np.random.default_rng(1)
+    whole = rng.integers(0, 256, (20, 4 * 16, 512), dtype=np.uint8)
+    results = []
+    for picked in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [0, 2, 3, 7, 9, 19], [19, 0, 10, 3, 8, 7]):
+        cache = read_device_layout(group, [whole[i] for i in picked], "slot dim")
+        host = np.zeros(4 * group.page_pitch_bytes, np.uint8)
+        BoundPlan(CopyPlan.make(cache.layout, host_layout(group, 4)), cache.buffers, regions_of([host])).copy(
+            [3, 1], [0, 2]
+        )
+        pages = host.reshape(4, -1)[:, : group.page_bytes].reshape(4, 6, 16 * 512)
+        expected = whole[picked].reshape(6, 4, 16 * 512)
+        results.append((pages[[0, 2]] == expected[:, [3, 1]].swapaxes(0, 1)).all() and not pages[[1, 3]].any())
+    assert all(results)
+
+
+def test_engines_are_chosen_by_the_platform_and_never_replaced() -> None:
+    plan = CopyPlan.make(INTERLEAVED.layout, HOST)
+    assert choose_engine(plan, CpuPlatform()).engine == "reference"
+    assert choose_engine(plan, CpuPlatform(), "reference").why == "requested"
+    for engine in ("staged", "dma", "mapped"):
+        with pytest.raises(ConfigError, match=f"'{engine}' does not run on the cpu platform") as caught:
+            choose_engine(plan, CpuPlatform(), engine)
+        assert "io_backend" in str(caught.value)
+    with pytest.raises(ConfigError, match="valid choices: auto, reference, staged, dma, mapped"):
+        choose_engine(plan, CpuPlatform(), "rdma")
