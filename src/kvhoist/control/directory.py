@@ -132,7 +132,8 @@ class Directory(DirectoryCore):
         book.policy.admit(space, [entry.key for entry in lacking] + list(keys[max(known, start) : stop]))
         if book.ids.num_free < num_wanted:
             self._make_room(book, num_wanted - book.ids.num_free, tip, for_whom)
-            known, tip, lacking = self._survey(space, keys, start, stop, tier)
+            if not self._still_there(tip):
+                known, tip, lacking = self._survey(space, keys, start, stop, tier)
         num_pages = min(num_wanted, book.ids.num_free)
         pages = book.ids.allocate(num_pages)
         entries = lacking[:num_pages]
@@ -156,19 +157,20 @@ class Directory(DirectoryCore):
         leaves: list[Entry] = []
         doomed: list[Entry] = []
         wrong: Entry | None = None
+        append = published.append
         for entry in entries:
-            state = entry.flags & state_bits
-            if state != held:
-                if state != held | DOOMED:
+            flags = entry.flags
+            if flags & state_bits != held:
+                if flags & state_bits != held | DOOMED:
                     wrong = entry
                     break
                 doomed.append(entry)
                 continue
-            entry.flags |= ready
+            entry.flags = flags | ready
             busy = entry.busy - pin
             entry.busy = busy
             entry.stamp = stamp
-            published.append(entry)
+            append(entry)
             if not busy or not busy & busy_bits:
                 leaves.append(entry)
         book.policy.inserted(published)
@@ -217,10 +219,13 @@ class Directory(DirectoryCore):
         """Evict up to `num_pages` leaves, in the policy's order, and return their keys and the page ids now free; fewer
         where the rest is pinned or being filled. Raises PolicyError when an outside policy fails."""
         book = self._book(tier)
-        gone: list[tuple[Entry, int]] = []
-        while num_pages > len(gone) and (more := self._evict(book, num_pages - len(gone), for_whom)):
-            gone += more
-        return [(entry.key, page) for entry, page in gone]
+        evicted: list[tuple[bytes, int]] = []
+        while num_pages > len(evicted):
+            gone, pages = self._evict(book, num_pages - len(evicted), for_whom)
+            if not gone:
+                break
+            evicted += zip([entry.key for entry in gone], pages, strict=True)
+        return evicted
 
     def forget(self, entries: Sequence[Entry], tier: Tier, reason: str = "given up by its owner") -> None:
         """Give up the copies of exactly these pages. Raises PageIdError, having given up none, unless all are ready and

@@ -13,7 +13,7 @@ from kvhoist.errors import PageIdError
 
 def audit_table(table: EntryTable, spaces: Sequence[Space]) -> None:
     """Raise PageIdError naming the first invariant that does not hold."""
-    entries = [entry for entry in table.rows if entry is not None]
+    entries = table.entries()
     _audit_index(table, entries, spaces)
     for tier, book in table.books.items():
         _audit_counts(entries, tier)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from kvhoist.control.directory_events import Subscribers
 from kvhoist.control.directory_table import EntryTable
-from kvhoist.control.entry import Entry, Space
+from kvhoist.control.entry import Space
 from kvhoist.control.history import History, What
 from kvhoist.control.tiers import DOOMED, HELD, PINS, PINS_ANY, READY, Tier
 
 
 def clear_space(space: Space, table: EntryTable, history: History, subscribers: Subscribers) -> int:
     """Take all entries out of the space's index and give up what is neither pinned nor being filled. What is, is
-    doomed: cut off from its path and found by nobody, it stays until its owner lets it go. Returns how many page ids of DEVICE
-    and HOST are free again."""
-    entries = [entry for shard in space.shards for row in shard.values() if (entry := table.rows[row]) is not None]
+    doomed: cut off from its path and found by nobody, it stays until its owner lets it go. Returns how many page ids
+    of DEVICE and HOST are free again."""
+    entries = [table.rows[row] for shard in space.shards for row in shard.values()]
     for entry in entries:
         entry.busy &= PINS_ANY
         entry.flags |= DOOMED
@@ -37,8 +37,3 @@ def clear_space(space: Space, table: EntryTable, history: History, subscribers: 
             if subscribers:
                 subscribers.tell("removed", tier, space, keys)
     return num_freed
-
-
-def doomed_entries(table: EntryTable) -> list[Entry]:
-    """Return the entries that were cleared while pinned or being filled."""
-    return [entry for entry in table.rows if entry is not None and entry.flags & DOOMED]

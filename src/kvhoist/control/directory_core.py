@@ -80,6 +80,10 @@ class DirectoryCore:
         lacking.reverse()
         return known, tip, lacking
 
+    def _still_there(self, tip: Entry | None) -> bool:
+        """Tell whether a chain surveyed before is as it was: the last entry, if there was one, holds all before it."""
+        return tip is None or self._table.is_current(tip)
+
     def _make_room(self, book: TierBook, num_pages: int, tip: Entry | None, for_whom: str) -> None:
         """Evict up to `num_pages`, but neither `tip` nor any page above it."""
         held, pin = HELD[book.tier], PIN[book.tier]
@@ -88,27 +92,28 @@ class DirectoryCore:
         if tip is not None:
             tip.busy += pin
         try:
-            while num_pages > 0 and (victims := self._evict(book, num_pages, for_whom)):
-                num_pages -= len(victims)
+            while num_pages > 0 and (pages := self._evict(book, num_pages, for_whom)[1]):
+                num_pages -= len(pages)
         finally:
             if tip is not None:
                 tip.busy -= pin
                 if is_leaf(tip, book.tier):
                     book.policy.exposed(tip)
 
-    def _evict(self, book: TierBook, num_pages: int, for_whom: str) -> list[tuple[Entry, int]]:
-        victims = book.policy.choose(num_pages)[:num_pages]
-        pages: list[int] = []
-        self._table.evict(victims, book, pages)
-        gone = victims[: len(pages)]
+    def _evict(self, book: TierBook, num_pages: int, for_whom: str) -> tuple[list[Entry], list[int]]:
+        victims = book.policy.choose(num_pages)
+        if len(victims) > num_pages:
+            victims = victims[:num_pages]
+        pages = self._table.evict(victims, book)
+        gone = victims if len(victims) == len(pages) else victims[: len(pages)]
         book.ids.free(pages)
         book.num_evicted += len(pages)
         book.policy.removed(gone)
         if book.tier is not Tier.STORAGE:
             self._note_gone(gone, book.tier, What.EVICTED, for_whom)
-        if len(pages) < len(victims):
+        if gone is not victims:
             raise nonsense(book, victims[len(pages)])
-        return list(zip(gone, pages, strict=True))
+        return gone, pages
 
     def _drop(self, entries: Sequence[Entry], book: TierBook, what: What, reason: str) -> None:
         """Give up ready copies, deepest first, in whatever state the pages below them are."""

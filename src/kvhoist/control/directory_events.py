@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -62,6 +62,8 @@ class Subscribers:
                 _LOG.exception("a subscriber of the directory raised on %s in %s", kind, tier)
 
 
-def by_space(entries: Iterable[Entry]) -> list[tuple[Space, list[bytes]]]:
+def by_space(entries: Sequence[Entry]) -> list[tuple[Space, list[bytes]]]:
     """Return the keys of `entries` in runs of one space."""
+    if len(set(map(_BY_SPACE, entries))) == 1:
+        return [(entries[0].space, [entry.key for entry in entries])]
     return [(space, [entry.key for entry in run]) for space, run in groupby(entries, _BY_SPACE)]

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvhoist.control.entry import SHARD_MASK, Entry, Space
 from kvhoist.control.eviction.base import EvictionPolicy
 from kvhoist.control.page_ids import PageIds
 from kvhoist.control.tiers import BUSY, CHILD, CHILDREN, DOOMED, HELD, HELD_ANY, PIN, READY, Tier
-from kvhoist.control.untracked import untrack, untrack_one
+from kvhoist.control.untracked import untrack, untrack_all
 
-_FEWEST_NEW_ROWS = 1024
 _NO_PAGE = -1
+_ROWS_AT_ONCE = 1024
+
+_getrefcount: Callable[[object], int] = getattr(sys, "getrefcount", lambda _: 1 << 30)
+
+
+def _references_if_alone() -> int:
+    rows = [Entry()]
+    spare = [rows[0]]
+    entry = spare.pop()
+    return _getrefcount(entry)
+
+
+_ALONE = _references_if_alone()
+"""The reference count of an entry to which only its row and a local variable, as in `EntryTable.create`, refer."""
 
 
 @dataclass(slots=True)
@@ -32,63 +46,82 @@ class TierBook:
 
 class EntryTable:
     """Creates and removes entries and keeps these invariants: an entry holds a copy or has a descendant that does;
-    `busy` counts, by tier, the children that hold a copy there, themselves or below them."""
+    `busy` counts, by tier, the children that hold a copy there, themselves or below them.
+
+    A removed entry (no flags, not busy) keeps its row, and serves again as another if nobody refers to it any more:
+    making one and hiding it from the garbage collector costs 0.5 µs, a seventh of an insert with eviction.
+    """
 
     def __init__(self) -> None:
-        self.rows: list[Entry | None] = untrack([])
+        self.rows: list[Entry] = untrack([])
         self.columns: tuple[array[int], ...] = tuple(array("i") for _ in Tier)
         self.books: dict[Tier, TierBook] = {}
-        self._free_rows: list[int] = untrack([])
+        self._spare: list[Entry] = untrack([])
 
     @property
     def num_entries(self) -> int:
-        return len(self.rows) - len(self._free_rows)
+        return len(self.rows) - len(self._spare)
 
     def entry(self, space: Space, key: bytes) -> Entry | None:
         row = space.shards[key[-1] & SHARD_MASK].get(key)
         return None if row is None else self.rows[row]
 
+    def entries(self) -> list[Entry]:
+        """Return all entries that are not removed."""
+        return [entry for entry in self.rows if entry.flags or entry.busy]
+
     def is_current(self, entry: Entry) -> bool:
         """Tell whether `entry` is one of this table's and not removed."""
         row = entry.row
-        return row < len(self.rows) and self.rows[row] is entry
+        return (entry.flags or entry.busy) != 0 and row < len(self.rows) and self.rows[row] is entry
 
     def create(
         self,
         space: Space,
         parent: Entry | None,
         keys: Sequence[bytes],
-        pages: Sequence[int],
+        pages: list[int],
         book: TierBook,
         stamp: int,
     ) -> list[Entry]:
         """Append entries for the chain `keys` to `parent`; the last len(pages) of them, at least one, are being filled
         in `pages` and pinned once, those before them hold nothing. Returns those being filled."""
-        tier, column, rows, shards = book.tier, book.column, self.rows, space.shards
-        free_rows = self._take_rows(len(keys))
-        held, child, child_and_pin = HELD[tier], CHILD[tier], CHILD[tier] + PIN[tier]
+        tier, column, rows, shards, spare = book.tier, book.column, self.rows, space.shards, self._spare
+        held, child, child_and_pin, alone = HELD[tier], CHILD[tier], CHILD[tier] + PIN[tier], _ALONE
+        self._extend_columns(len(keys))
         first_parent = parent
         num_empty = len(keys) - len(pages)
         created: list[Entry] = []
-        for key, row in zip(keys, free_rows, strict=True):
-            entry = Entry()
+        fresh: list[Entry] = []
+        append = created.append
+        for key, page in zip(keys, [_NO_PAGE] * num_empty + pages, strict=True):
+            if spare:
+                entry = spare.pop()
+                row = entry.row
+                if _getrefcount(entry) > alone:
+                    rows[row] = entry = Entry()
+                    entry.row = row
+                    fresh.append(entry)
+            else:
+                entry = Entry()
+                entry.row = row = len(rows)
+                rows.append(entry)
+                fresh.append(entry)
             entry.key = key
             entry.parent = parent
             entry.space = space
             entry.stamp = stamp
-            entry.row = row
             entry.flags = held
             entry.busy = child_and_pin
-            untrack_one(entry)
-            rows[row] = parent = entry
+            column[row] = page
             shards[key[-1] & SHARD_MASK][key] = row
-            created.append(entry)
+            append(entry)
+            parent = entry
         entry.busy = PIN[tier]
         for entry in created[:num_empty]:
             entry.flags = 0
             entry.busy = child
-        for row, page in zip(free_rows[num_empty:], pages, strict=True):
-            column[row] = page
+        untrack_all(fresh)
         self._occupy(first_parent, tier)
         return created[num_empty:]
 
@@ -113,38 +146,47 @@ class EntryTable:
 
     def release(self, entry: Entry, book: TierBook) -> int:
         """Take the copy from `entry` and nothing else: its parent's count and its own removal are the caller's."""
-        page = book.column[entry.row]
-        book.column[entry.row] = _NO_PAGE
         entry.flags &= ~(HELD[book.tier] | READY[book.tier])
-        return page
+        return book.column[entry.row]
 
-    def evict(self, victims: Sequence[Entry], book: TierBook, pages: list[int]) -> Entry | None:
-        """Drop leaves one after the other and append their page ids to `pages`. Stops at, and returns, what is no
-        leaf of this tier, None when all went."""
-        tier, column, rows = book.tier, book.column, self.rows
+    def evict(self, victims: Sequence[Entry], book: TierBook) -> list[int]:
+        """Drop leaves one after the other and return their page ids, which are still to be freed. Stops at what is no
+        leaf of this tier, so that fewer ids are returned than victims were given."""
+        tier, column, rows, spare = book.tier, book.column, self.rows, self._spare
         ready, busy_bits, child, held = READY[tier], BUSY[tier], CHILD[tier], HELD[tier]
-        kept_flags = ~(held | ready)
-        num_rows, last = len(rows), len(victims) - 1
-        for i, entry in enumerate(victims):
-            if type(entry) is not Entry or entry.row >= num_rows or rows[entry.row] is not entry:
-                return entry
-            if not entry.flags & ready or entry.busy & busy_bits:
-                return entry
-            row = entry.row
-            pages.append(column[row])
-            column[row] = _NO_PAGE
-            flags = entry.flags = entry.flags & kept_flags
+        kept_flags, num_rows = ~(held | ready), len(rows)
+        pages: list[int] = []
+        append = pages.append
+        exposed: Entry | None = None
+        for entry in victims:
+            if type(entry) is not Entry:
+                break
+            flags, busy, row = entry.flags, entry.busy, entry.row
+            if not flags & ready or (busy and busy & busy_bits) or row >= num_rows or rows[row] is not entry:
+                break
+            if exposed is not None and exposed is not entry:
+                book.policy.exposed(exposed)
+            exposed = None
+            append(column[row])
+            entry.flags = flags = flags & kept_flags
             parent = entry.parent
             if parent is not None:
-                busy = parent.busy = parent.busy - child
-                if not busy & busy_bits:
-                    if not parent.flags & held:
+                parent.busy = left = parent.busy - child
+                if not left or not left & busy_bits:
+                    if parent.flags & held:
+                        exposed = parent
+                    else:
                         self.vacate(parent.parent, book)
-                    elif i == last or victims[i + 1] is not parent:
-                        book.policy.exposed(parent)
-            if not flags and not entry.busy:
-                self.prune(entry)
-        return None
+            if not flags and not busy:
+                key = entry.key
+                del entry.space.shards[key[-1] & SHARD_MASK][key]
+                entry.parent = None
+                spare.append(entry)
+                if parent is not None and not parent.flags:
+                    self.prune(parent)
+        if exposed is not None:
+            book.policy.exposed(exposed)
+        return pages
 
     def vacate(self, parent: Entry | None, book: TierBook) -> None:
         """Book that a child of `parent` no longer holds a copy in the tier, neither itself nor below it."""
@@ -164,12 +206,11 @@ class EntryTable:
         """Remove `entry` and its ancestors as far as they hold nothing and have no descendant that does."""
         while entry is not None and not entry.busy and not entry.flags & HELD_ANY:
             parent = entry.parent
-            key, row = entry.key, entry.row
             if not entry.flags & DOOMED:
-                del entry.space.shards[key[-1] & SHARD_MASK][key]
-            self.rows[row] = None
-            self._free_rows.append(row)
+                del entry.space.shards[entry.key[-1] & SHARD_MASK][entry.key]
+            entry.flags = 0
             entry.parent = None
+            self._spare.append(entry)
             entry = parent
 
     def _occupy(self, parent: Entry | None, tier: Tier) -> None:
@@ -181,16 +222,9 @@ class EntryTable:
                 return
             parent = parent.parent
 
-    def _take_rows(self, num_rows: int) -> list[int]:
-        free = self._free_rows
-        if len(free) < num_rows:
-            num_new = max(num_rows - len(free), _FEWEST_NEW_ROWS)
-            first = len(self.rows)
-            self.rows.extend([None] * num_new)
+    def _extend_columns(self, num_rows: int) -> None:
+        """Make sure that there is a cell for each row after `num_rows` more entries."""
+        lacking = len(self.rows) + num_rows - len(self.books[Tier.HOST].column)
+        if lacking > 0:
             for tier in self.books:
-                self.columns[tier].extend(array("i", [_NO_PAGE]) * num_new)
-            free.extend(range(first + num_new - 1, first - 1, -1))
-        taken = free[-num_rows:]
-        del free[-num_rows:]
-        taken.reverse()
-        return taken
+                self.columns[tier].extend(array("i", [_NO_PAGE]) * max(lacking, _ROWS_AT_ONCE))

@@ -57,7 +57,7 @@ class History:
         """Remember what happened now to `keys` of the space with this serial number."""
         if not self.max_pages:
             return
-        kept = tuple(keys[-self.max_pages :])
+        kept = tuple(keys) if len(keys) <= self.max_pages else tuple(keys[-self.max_pages :])
         self._records.append((space, int(tier), what.value, self._clock(), text, kept))
         self._num_pages += len(kept)
         while self._num_pages > self.max_pages:

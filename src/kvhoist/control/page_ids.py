@@ -58,11 +58,12 @@ class PageIds:
         """Take ids back. Raises PageIdError for one that is not held (a double free) or never was an id here; those
         before it are taken back."""
         freed, held, fresh = self._freed, self._held, self._fresh
+        append = freed.append
         for page in ids:
             if not 0 <= page < fresh or not held[page]:
                 raise self._not_held(page)
             held[page] = 0
-            freed.append(page)
+            append(page)
 
     def is_held(self, page: int) -> bool:
         return 0 <= page < self._fresh and self._held[page] == 1

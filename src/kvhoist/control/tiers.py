@@ -1,10 +1,11 @@
 """The tiers, and the bits by which an entry says what it holds in each.
 
 An entry has one int of flags and one int of counters for all tiers, so that the code is the same for every tier and
-an entry stays small. At rest in the host tier alone both are ints below 257, which CPython shares.
+an entry stays small. At rest in the host tier alone both are ints below 257, which CPython shares; pinned there a few
+times, the counters are still one digit of CPython's ints, the fast case.
 
 flags: bit `tier` = a copy is held there (being filled or ready); bit `3 + tier` = it is ready; bit 6 = doomed.
-busy:  28 bits a tier count the children whose subtree holds a copy there; above them, 28 bits a tier count pins.
+busy:  for each tier 28 bits count the children that hold a copy there, themselves or below them, and 28 more the pins.
        A ready copy whose busy bits of a tier are all zero is a leaf there that may be evicted.
 """
 
@@ -26,8 +27,7 @@ class Tier(IntEnum):
 
 _FIELD_BITS = 28
 _FIELD = (1 << _FIELD_BITS) - 1
-_SHIFTS = (_FIELD_BITS, 0, 2 * _FIELD_BITS)  # the host's count is the lowest: a small int where only it is used
-_PINS_SHIFT = 3 * _FIELD_BITS
+_SHIFTS = (2 * _FIELD_BITS, 0, 4 * _FIELD_BITS)  # the host's counts are the lowest
 
 HELD = (1, 2, 4)
 READY = (8, 16, 32)
@@ -37,8 +37,8 @@ READY_ANY = sum(READY)
 
 CHILD = tuple(1 << shift for shift in _SHIFTS)
 CHILDREN = tuple(_FIELD << shift for shift in _SHIFTS)
-PIN = tuple(1 << (shift + _PINS_SHIFT) for shift in _SHIFTS)
-PINS = tuple(_FIELD << (shift + _PINS_SHIFT) for shift in _SHIFTS)
+PIN = tuple(1 << (shift + _FIELD_BITS) for shift in _SHIFTS)
+PINS = tuple(_FIELD << (shift + _FIELD_BITS) for shift in _SHIFTS)
 BUSY = tuple(children | pins for children, pins in zip(CHILDREN, PINS, strict=True))
 PINS_ANY = sum(PINS)
 
@@ -50,4 +50,4 @@ def num_children(busy: int, tier: int) -> int:
 
 def num_pins(busy: int, tier: int) -> int:
     """Return how often the copy in `tier` is pinned."""
-    return busy >> (_SHIFTS[tier] + _PINS_SHIFT) & _FIELD
+    return busy >> (_SHIFTS[tier] + _FIELD_BITS) & _FIELD

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -31,6 +32,11 @@ def _leave(_: Any) -> None:
 
 untrack_one: Callable[[Any], None] = _untracker() or _leave
 """Take one container object, which is in no cycle and never will be, out of the collector's lists. About 0.25 µs."""
+
+
+def untrack_all(containers: Iterable[Any]) -> None:
+    """Take each of the container objects out of the collector's lists."""
+    deque(map(untrack_one, containers), maxlen=0)
 
 
 def untrack(container: _T) -> _T:

@@ -12,12 +12,12 @@ from kvhoist.control.tiers import BUSY, CHILD, HELD, READY, Tier, num_children
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy is made for: one tier of `num_pages` pages. `rows[entry.row]` is the entry of a row, None for a row
-    not in use; the directory's own list, to be read only."""
+    """What a policy is made for: one tier of `num_pages` pages. `rows[entry.row]` is the entry of a row, removed or
+    not; the directory's own list, to be read only."""
 
     tier: Tier
     num_pages: int
-    rows: Sequence[Entry | None]
+    rows: Sequence[Entry]
 
 
 class EvictionPolicy(Protocol):
@@ -47,7 +47,7 @@ class EvictionPolicy(Protocol):
         """Return what is inconsistent, given all ready pages of the tier. For `Directory.audit`."""
         return []
 
-    def choose(self, num_pages: int) -> Sequence[Entry]:
+    def choose(self, num_pages: int) -> list[Entry]:
         """Return up to `num_pages` victims in order: each a leaf once those before it are gone. They are evicted, or
         only shown, in which case each that is a leaf is given back by `exposed`."""
         ...

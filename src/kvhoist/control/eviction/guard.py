@@ -36,7 +36,7 @@ class GuardedPolicy(EvictionPolicy):
     def problems(self, ready: Collection[Entry]) -> list[str]:
         return self._policy.problems(ready)
 
-    def choose(self, num_pages: int) -> Sequence[Entry]:
+    def choose(self, num_pages: int) -> list[Entry]:
         fault, self._fault = self._fault, None
         try:
             if fault is not None:

@@ -46,7 +46,7 @@ class LruPolicy(EvictionPolicy):
             item = heap[0]
             row = item & _ROW
             entry = rows[row]
-            if entry is None or not entry.flags & ready or entry.busy & busy_bits != lost.get(entry, 0) * child:
+            if not entry.flags & ready or entry.busy & busy_bits != lost.get(entry, 0) * child:
                 heappop(heap)
                 queued[row] = 0
             elif entry.stamp != item >> _ROW_BITS:
@@ -61,24 +61,26 @@ class LruPolicy(EvictionPolicy):
         """Add `leaf`, then the pages above it as long as the next in order is one of them. `lost` counts the children
         that a page has lost to `victims`, where the climb ended."""
         held, busy_bits, child = HELD[self._tier], BUSY[self._tier], CHILD[self._tier]
-        node: Entry | None = leaf
-        while node is not None:
-            victims.append(node)
-            if len(victims) == num_pages:
-                return
-            node = node.parent
+        stamp, append = leaf.stamp, victims.append
+        victim = leaf
+        for _ in range(num_pages - len(victims)):
+            append(victim)
+            node = victim.parent
             while node is not None:
-                num_lost = lost.get(node, 0) + 1
+                num_lost = lost.get(node, 0) + 1 if lost else 1
                 if node.busy & busy_bits != num_lost * child:
                     lost[node] = num_lost
                     return
                 if node.flags & held:
                     break
                 node = node.parent
-            if node is not None and node.stamp > leaf.stamp:
+            if node is None:
+                return
+            if node.stamp > stamp:
                 lost[node] = num_lost
                 self.exposed(node)
                 return
+            victim = node
 
     def problems(self, ready: Collection[Entry]) -> list[str]:
         found = []
