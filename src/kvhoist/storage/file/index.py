@@ -245,7 +245,7 @@ class Index:
         files = sum(shelf.segment.file_bytes for shelf in self.owned_shelves())
         _demand(files == self.owned_bytes, "the bytes of the owned segments are miscounted")
         for identity, (shelf, slot) in self.foreign.items():
-            _demand(shelf.identities[slot] == identity and not shelf.gone, "a foreign page and its slot disagree")
+            _demand(shelf.identities[slot] == identity, "a foreign page and its slot disagree")
 
     def _empty(self, place: Place) -> None:
         place.shelf.identities[place.slot] = None
