@@ -22,10 +22,12 @@ find_python() {
 
 make_environment() {
     local python
-    python=$(find_python)
     echo "Setting up $venv (once; a few minutes with an ordinary network) ..." >&2
     rm -f "$stamp_file"
-    "$python" -m venv --clear "$venv"
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        python=$(find_python)
+        "$python" -m venv "$venv"
+    fi
     # torch first and alone: a plain pip then takes a CPU build where the machine offers one.
     "$venv/bin/python" -m pip install -qq -c constraints.txt torch >&2
     "$venv/bin/python" -m pip install -qq -c constraints.txt -e '.[dev]' >&2
