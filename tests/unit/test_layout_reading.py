@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from kvhoist.copy.plan import CopyPlan
+from kvhoist.copy.reference import copy
 from kvhoist.device_layout import DeviceCache, read_device_layout
 from kvhoist.device_layout.axes import Axes
 from kvhoist.errors import GeometryError, LayoutError
 from kvhoist.geometry import CacheGeometry, CacheGroup
-from kvhoist.platform.base import CPU
+from kvhoist.layout import host_layout
+from kvhoist.platform.base import CPU, regions_of
 from kvhoist.platform.cpu import host_view
 
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 5, 4, 2, 8
@@ -167,6 +170,31 @@ def test_rows_by_the_layout_are_the_rows_by_indexing(kind: str, make: Make) -> N
                 for row in range(group.rows_per_block(component)):
                     expected = bytes_of(row_of(tensors, c, layer, block, row))
                     assert bytes_by_layout(cache, c, layer, block, row) == expected
+
+
+@pytest.mark.parametrize("make", [from_torch, from_numpy])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_offloaded_and_loaded_into_other_blocks_are_the_same_rows(kind: str, make: Make) -> None:
+    axes, group, tensors_of, row_of = KINDS[kind]
+    tensors = tensors_of(make)
+    cache = read_device_layout(group, tensors, axes)
+    host = np.zeros(3 * group.page_pitch_bytes, np.uint8)
+    out, back = CopyPlan.make(cache.layout, host_layout(group, 3)), CopyPlan.make(host_layout(group, 3), cache.layout)
+
+    def rows(blocks: list[int]) -> list[bytes]:
+        return [
+            bytes_of(row_of(tensors, c, layer, block, row))
+            for c, component in enumerate(group.components)
+            for layer in range(LAYERS)
+            for block in blocks
+            for row in range(group.rows_per_block(component))
+        ]
+
+    first, untouched = rows([4, 1]), rows([4, 1, 2])
+    copy(out, cache.buffers, [4, 1], regions_of([host]), [2])
+    copy(back, regions_of([host]), [2], cache.buffers, [0, 3])
+    assert rows([0, 3]) == first
+    assert rows([4, 1, 2]) == untouched
 
 
 def test_views_of_one_storage_are_one_buffer() -> None:

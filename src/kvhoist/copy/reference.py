@@ -186,10 +186,11 @@ def _interleaved(first: Nest, last: Nest, plan: CopyPlan) -> bool:
     hulls = []
     for side, layout, per_unit in ((0, plan.src, plan.steps_per_unit[0]), (1, plan.dst, plan.steps_per_unit[1])):
         ends = [(nest.src, nest.dst)[side] for nest in (first, last)]
-        extent = (layout.num_units - 1) * ends[0].unit_stride_bytes + (per_unit - 1) * ends[0].block_stride_bytes
-        extent += sum((axis.length - 1) * axis[1 + side] for axis in first.axes) + first.run_bytes
+        reach = [(axis.length - 1) * axis[1 + side] for axis in first.axes]
+        reach += [(layout.num_units - 1) * ends[0].unit_stride_bytes, (per_unit - 1) * ends[0].block_stride_bytes]
         starts = sorted(end.offset_bytes for end in ends)
-        hulls.append((starts[0], starts[1] + extent))
+        below, above = sum(min(0, step) for step in reach), sum(max(0, step) for step in reach)
+        hulls.append((starts[0] + below, starts[1] + above + first.run_bytes))
     return hulls[0][0] < hulls[1][1] and hulls[1][0] < hulls[0][1]
 
 
