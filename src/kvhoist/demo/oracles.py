@@ -1,6 +1,6 @@
 """Two judges of a generation with kvhoist, which share no code with what they judge but the model itself.
 
-(a) Kept in memory: the same chunks computed on a prefix whose KV was simply kept. Logits and KV must be equal to the bit.
+(a) Kept in memory: the same chunks computed on a prefix whose KV was simply kept. Logits and KV must be bit-equal.
 (b) Recomputed: everything computed afresh. Greedy text must be equal in fp32; in bf16 the other shapes of the matrix
     products round differently, so that there (a) decides and (b) is only told.
 """
