@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from kvhoist.control.eviction.arc import ArcPolicy
 from kvhoist.control.eviction.base import EvictionFactory, EvictionPolicy, PolicyContext
+from kvhoist.control.eviction.guard import GuardedPolicy
+from kvhoist.control.eviction.lfu import LfuPolicy
 from kvhoist.control.eviction.lru import LruPolicy
+from kvhoist.control.eviction.slru import SlruPolicy
 from kvhoist.errors import PolicyError
 
 __all__ = ["POLICIES", "EvictionFactory", "EvictionPolicy", "PolicyContext", "eviction_factory"]
 
-POLICIES: dict[str, EvictionFactory] = {"lru": LruPolicy}
+POLICIES: dict[str, EvictionFactory] = {"lru": LruPolicy, "slru": SlruPolicy, "lfu": LfuPolicy, "arc": ArcPolicy}
 
 
 def eviction_factory(eviction: str | EvictionFactory) -> EvictionFactory:
-    """Return the factory called `eviction`, or `eviction` if it is one. Raises PolicyError for an unknown name."""
+    """Return the factory called `eviction`, or the outside factory `eviction` with a guard around what it makes.
+
+    Raises PolicyError for an unknown name.
+    """
     if callable(eviction):
-        return eviction
+        return lambda context: GuardedPolicy(eviction(context))
     factory = POLICIES.get(eviction)
     if factory is None:
         raise PolicyError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,8 +87,3 @@ class Peeler:
                 return None
             parent = parent.parent
         return None
-
-
-def deepest_first(entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Return the pages of a path so that the last used of them, by the order of eviction, is the first page."""
-    return reversed(entries)
