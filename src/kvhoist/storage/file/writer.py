@@ -174,7 +174,9 @@ class Writer:
         return True
 
     def _create(self, pitch_bytes: int, num_slots: int) -> bool:
-        """Add a segment of `num_slots`, or of fewer where the disk has no room for them."""
+        """Add a segment of `num_slots`, or of fewer where the disk has no room for them; then no other for a while, lest
+        a full disk be filled with ever smaller ones."""
+        wanted = num_slots
         while num_slots:
             try:
                 segment = Segment.create(
@@ -189,9 +191,14 @@ class Writer:
             shelf.free = list(range(segment.num_slots))
             with self._lock:
                 self._index.add_shelf(shelf)
+            if num_slots < wanted:
+                self._pause_growth()
             return True
-        self._full_until = time.monotonic() + _FULL_DISK_PAUSE_S
+        self._pause_growth()
         return False
+
+    def _pause_growth(self) -> None:
+        self._full_until = time.monotonic() + _FULL_DISK_PAUSE_S
 
     def _delete(self, shelf: Shelf) -> None:
         shelf.segment.path.unlink(missing_ok=True)
