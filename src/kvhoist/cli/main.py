@@ -16,7 +16,9 @@ from typer.core import TyperGroup
 
 import kvhoist
 from kvhoist.cli.bench import bench_app
+from kvhoist.cli.demo import demo
 from kvhoist.cli.doctor import doctor
+from kvhoist.cli.explain import explain
 from kvhoist.cli.output import side_console
 from kvhoist.cli.store import store_app
 from kvhoist.errors import KvhoistError
@@ -69,6 +71,8 @@ def _options(
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 
 
+app.command()(demo)
+app.command()(explain)
 app.command()(doctor)
 app.add_typer(store_app)
 app.add_typer(bench_app)

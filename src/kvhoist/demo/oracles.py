@@ -129,7 +129,9 @@ def greedy(
     keyword = cache_keyword(model)
     started_at = time.perf_counter()
     cache = DynamicCache(prefix, config=model.config) if prefix else DynamicCache(config=model.config)
-    tokens, logits, ttft_seconds = [], [], 0.0
+    tokens: list[int] = []
+    logits: list[torch.Tensor] = []
+    ttft_seconds = 0.0
     step = list(prompt[cache.get_seq_length() :])
     while len(tokens) < num_new and not (tokens and tokens[-1] in end_tokens):
         ids = torch.tensor([step], dtype=torch.long, device=model.device)

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvhoist.adapters.transformers.loading import quiet_transformers
 from kvhoist.demo.oracles import Recorder, greedy
 from kvhoist.demo.session import DemoOptions, warm_up
 from kvhoist.errors import KvhoistError
@@ -82,6 +83,7 @@ def answer(options: DemoOptions, prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def main() -> None:
+    quiet_transformers()
     request = json.load(sys.stdin)
     options = request["options"]
     found = answer(DemoOptions(**{**options, "folder": Path(options["folder"])}), request["prompt"])

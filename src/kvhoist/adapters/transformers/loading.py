@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,22 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
+
+
+def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the token ids of a conversation by the tokenizer's chat template, up to where the next answer begins.
+
+    Raises ConfigError for a tokenizer without a template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("the tokenizer has no chat template", remedy="Format the prompt and pass it as text.")
+    encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+    return [int(token) for token in encoded["input_ids"]]
+
+
+def quiet_transformers() -> None:
+    """Keep the library's progress bars and notices off stderr. For commands; a library user decides for himself."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

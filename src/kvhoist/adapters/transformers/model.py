@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from kvhoist.adapters.transformers.identity import model_namespace, weights_fingerprint
-from kvhoist.adapters.transformers.loading import load_model, load_tokenizer, resolve_model
+from kvhoist.adapters.transformers.loading import chat_tokens, load_model, load_tokenizer, resolve_model
 from kvhoist.adapters.transformers.pool import PagedPool
 from kvhoist.adapters.transformers.prefix import Prefixes
 from kvhoist.adapters.transformers.report import Generation
@@ -17,7 +17,8 @@ from kvhoist.adapters.transformers.run import Forward, Row, Run
 from kvhoist.adapters.transformers.sampling import GREEDY, Sampling
 from kvhoist.adapters.transformers.shape import probe_shape
 from kvhoist.adapters.transformers.stream import Stream
-from kvhoist.cache import CacheConfig, HierarchicalCache
+from kvhoist.cache import HierarchicalCache
+from kvhoist.config import CacheConfig
 from kvhoist.errors import ClosedError, ConfigError, TokenError
 from kvhoist.storage.base import Store
 from kvhoist.units import format_bytes, parse_bytes
@@ -127,11 +128,7 @@ class CachedModel:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation (`role`, `content`) by the model's chat template, up to where the
         assistant's next message begins."""
-        tokenizer = self._need_tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError("the tokenizer has no chat template", remedy="Format the prompt and pass it as text.")
-        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-        return [int(token) for token in encoded["input_ids"]]
+        return chat_tokens(self._need_tokenizer(), messages)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._need_tokenizer().decode(list(tokens), skip_special_tokens=True))

@@ -9,7 +9,8 @@ import torch
 
 from kvhoist.adapters.transformers.contiguous import part_of
 from kvhoist.adapters.transformers.pool import PagedPool
-from kvhoist.cache import HierarchicalCache, Lease
+from kvhoist.cache import HierarchicalCache
+from kvhoist.lease import Lease
 
 
 class Prefixes:

@@ -22,7 +22,7 @@ from kvhoist.adapters.transformers.prefix import Prefixes
 from kvhoist.adapters.transformers.report import GenerationReport
 from kvhoist.adapters.transformers.sampling import Sampler, Sampling
 from kvhoist.adapters.transformers.shape import CacheShape, cache_keyword
-from kvhoist.cache import Lease
+from kvhoist.lease import Lease
 
 _SPARE_TOKENS = 256  # room for generated tokens that is set aside at first
 
