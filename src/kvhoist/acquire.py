@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 from kvhoist.control.entry import Entry
-from kvhoist.control.plane import ControlPlane, Pins
+from kvhoist.control.pins import Pins
+from kvhoist.control.plane import ControlPlane
 from kvhoist.control.tiers import Tier
 from kvhoist.lease import Match
 from kvhoist.messages import JobKind
@@ -53,9 +54,11 @@ class Acquisition:
         return waits
 
     def look(self) -> None:
-        """See what is ready by now, starting nothing."""
+        """See what is ready by now and pin it, starting nothing."""
         self._drop_failed()
-        self._ready = _leading_ready(self._plane.directory.match(self._space, self._keys[: self._limit]))
+        entries = self._plane.directory.match(self._space, self._keys[: self._limit])
+        self._pin(entries)
+        self._ready = _leading_ready(entries)
 
     def only_loads(self, waits: list[Transfer]) -> bool:
         """Tell whether nothing but loads is under way, and they and what is ready make up the whole prefix."""
@@ -73,8 +76,11 @@ class Acquisition:
         return pages
 
     def finish(self, num_pages: int) -> dict[str, int]:
-        """Count the hit and return how many of the first `num_pages` pages were found in which tier."""
+        """Count the hit and return how many of the first `num_pages` pages were found in which tier. Pages that storage
+        lacks, because it was full or out of order when they came, are persisted again."""
         self._plane.directory.touch(self._ready[:num_pages])
+        if self._plane.has_storage:
+            self._plane.persist(self._ready[:num_pages])
         counts = dict.fromkeys(_NAMES.values(), 0)
         for index in range(num_pages):
             counts[_NAMES[self._found_in.get(index, Tier.HOST)]] += 1
@@ -118,11 +124,11 @@ class Acquisition:
         start(self._space, self._keys, first, last, for_whom=self._for_whom)
         job_ids = set()
         for entry in entries[first:last]:
-            job_id = self._plane.job_filling(entry, target)
+            job_id = self._plane.flights.job_filling(entry, target)
             if job_id is not None:
                 job_ids.add(job_id)
         for job_id in job_ids:
-            self._plane.join(job_id, self.pins)
+            self._plane.flights.join(job_id, self.pins)
         return job_ids
 
     def _coming(self, key: bytes) -> set[int]:
@@ -131,7 +137,7 @@ class Acquisition:
         job_ids = set()
         if entry is not None:
             for tier in (Tier.DEVICE, Tier.HOST):
-                job_id = self._plane.job_filling(entry, tier)
+                job_id = self._plane.flights.job_filling(entry, tier)
                 if job_id is not None:
                     job_ids.add(job_id)
         return job_ids

@@ -131,7 +131,7 @@ class Binding:
     def stats(self) -> CacheStats:
         with self.lock:
             return CacheStats(
-                jobs={kind.value: counters.to_dict() for kind, counters in self.plane.counters.items()},
+                jobs={kind.value: counters.to_dict() for kind, counters in self.plane.flights.counters.items()},
                 directory=self.plane.directory.stats(),
                 storage=self.io.stats() if self.io else None,
                 store=self.store.stats() if self.store and not self._closing else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -13,7 +14,7 @@ from kvhoist.control.directory import Space
 from kvhoist.control.explain import Explanation
 from kvhoist.control.keys import TokenChain, Tokens, chain_hashes
 from kvhoist.control.namespace import Namespace
-from kvhoist.control.plane import Pins
+from kvhoist.control.pins import Pins
 from kvhoist.control.policy import WriteWhen
 from kvhoist.control.tiers import Tier
 from kvhoist.device_layout import DeviceCache
@@ -21,10 +22,13 @@ from kvhoist.errors import GeometryError, UnsupportedGeometryError
 from kvhoist.geometry import CacheGeometry, CacheGroup
 from kvhoist.lease import Lease, Match, Reservation
 from kvhoist.moves import TierMoves
+from kvhoist.settings import Settings
 from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
 
 _NAMES = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "storage"}
+
+_log = logging.getLogger(__name__)
 
 
 class HierarchicalCache(TierMoves):
@@ -60,6 +64,9 @@ class HierarchicalCache(TierMoves):
                 got=device.layout.group.describe(),
                 expected=group.describe(),
             )
+        self._disabled = Settings.from_env().disabled
+        if self._disabled:
+            _log.warning("KVHOIST_DISABLE is set: every look-up is a miss and nothing is kept")
         super().__init__(Binding(group, device, host_bytes, store, config), config, group)
         self._noted: set[bytes] = set()
         self.space(namespace)
@@ -115,7 +122,8 @@ class HierarchicalCache(TierMoves):
                 transfer.result(self.config.lookup_timeout_s if timeout_s is None else timeout_s)
                 pending = False
         with self._lock:
-            entries = self._plane.directory.match(space, keys)
+            if transfer is not None:
+                entries = self._plane.directory.match(space, keys)
             nearest = [next(tier for tier in Tier if entry.is_ready(tier)) for entry in entries]
         by_tier = {name: nearest.count(tier) for tier, name in _NAMES.items()}
         return Match(space, tuple(keys), self.group.page_tokens, len(entries), by_tier, pending)
@@ -133,6 +141,11 @@ class HierarchicalCache(TierMoves):
 
         Asks storage as `match` does, also for the same tokens in the other namespaces that the store knows.
         """
+        if self._disabled:
+            space, keys = self.space(namespace), chain_hashes(tokens, self.group.page_tokens, extras=extras, salt=salt)
+            with self._lock:
+                self._plane.directory.note_skipped(space, keys, "KVHOIST_DISABLE is set")
+                return self._plane.explain(space, keys, len(tokens))
         match = self.match(tokens, salt=salt, extras=extras, chain=chain, namespace=namespace)
         if match.num_pages < len(match.keys):
             self._ask_other_namespaces(match)
@@ -162,7 +175,7 @@ class HierarchicalCache(TierMoves):
                 tokens = {name: n * self.group.page_tokens for name, n in way.finish(len(pages)).items()}
                 if self._plane.policy.when is WriteWhen.WRITE_THROUGH_SELECTIVE and pages:
                     self._plane.write(match.space, match.keys, 0, len(pages), for_whom=for_whom)
-                    self._binding.dispatch()
+                self._binding.dispatch()
                 way.pins.release([Tier.HOST])
         except BaseException:
             self._release(way.pins)
@@ -253,6 +266,8 @@ class HierarchicalCache(TierMoves):
     def _keys(
         self, tokens: Tokens, salt: bytes, extras: Mapping[int, bytes] | None, chain: TokenChain | None
     ) -> list[bytes]:
+        if self._disabled:
+            return []
         if chain is not None:
             return chain.keys(tokens, extras)
         return chain_hashes(tokens, self.group.page_tokens, extras=extras, salt=salt)

@@ -8,7 +8,7 @@ from kvhoist.binding import Binding
 from kvhoist.config import CacheConfig
 from kvhoist.control.directory_events import Event as DirectoryEvent
 from kvhoist.control.namespace import Namespace
-from kvhoist.control.plane import Pins
+from kvhoist.control.pins import Pins
 from kvhoist.control.policy import WriteWhen
 from kvhoist.control.tiers import Tier
 from kvhoist.errors import PolicyError
@@ -52,7 +52,7 @@ class TierMoves:
         self, match: Match, device_blocks: Sequence[int], *, first: int = 0, after: Event | None = None
     ) -> Transfer | None:
         """Offer freshly computed pages of a foreign device to the write policy: as `offload`, where it says so."""
-        stop = first + len(device_blocks) // self.group.blocks_per_page
+        stop = min(first + len(device_blocks) // self.group.blocks_per_page, len(match.keys))
         with self._lock:
             self._binding.check_open()
             return self._start(self._plane.write(match.space, match.keys, first, stop, device_blocks), after)
@@ -82,7 +82,7 @@ class TierMoves:
         with self._lock:
             self._binding.check_open()
             entries = self._plane.directory.match(match.space, match.keys)
-            return self._start(self._plane.persist(match.space, entries) if self._plane.has_storage else None)
+            return self._start(self._plane.persist(entries) if self._plane.has_storage else None)
 
     # -- upkeep ----------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class PageDigests:
         self._arena = arena
         self._digests: dict[int, bytes] = {}
         self._blocks_per_page = group.blocks_per_page
-        self._blob = memoryview(scratch)[: group.page_bytes]
+        self._blob = scratch.data[: group.page_bytes]
         self._read_back = BoundPlan(plan, device.buffers, (region_of(scratch),))
 
     def remember(self, host_pages: Sequence[int]) -> None:

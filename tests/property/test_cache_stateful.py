@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support import PAGE_TOKENS, TinyEngine
 
 from kvhoist.config import CacheConfig
-from kvhoist.control.plane import Pins
+from kvhoist.control.pins import Pins
 from kvhoist.storage.memory import MemoryStore
 
 SALTS = [b"", b"tenant"]
@@ -47,7 +47,7 @@ class CacheLife(RuleBasedStateMachine):
         host_pages=st.integers(1, 12),
         blocks=st.sampled_from([1, 2]),
         policy=st.sampled_from(["write_through", "write_back", "write_through_selective"]),
-        eviction=st.sampled_from(["lru"]),
+        eviction=st.sampled_from(["lru", "slru", "lfu", "arc"]),
         storage_bytes=st.sampled_from([None, "64KiB", "1MiB"]),
     )
     def build(self, device_pages, host_pages, blocks, policy, eviction, storage_bytes):

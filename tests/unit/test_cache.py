@@ -586,6 +586,17 @@ def test_owned_operations_on_a_foreign_device_are_refused(use):
             call()
 
 
+def test_kvhoist_disable_turns_all_off(monkeypatch):
+    monkeypatch.setenv("KVHOIST_DISABLE", "1")
+    with TinyEngine(device_pages=16, host_pages=16) as engine:
+        for _ in range(2):
+            assert sum(engine.run(PROMPT).values()) == 0
+        assert engine.cache.stats().directory.entries == 0
+        assert "KVHOIST_DISABLE is set" in str(engine.cache.explain(PROMPT))
+    with foreign() as engine:
+        assert engine.cache.write(engine.cache.match(LONG), list(range(10))) is None
+
+
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 

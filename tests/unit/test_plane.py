@@ -82,6 +82,17 @@ def test_a_lost_rank_leaves_no_page_visible_and_no_page_id_behind():
     assert plane.directory.stats().tiers["host"].free_pages == 8
 
 
+def test_a_restored_rank_starts_with_an_empty_host_tier():
+    plane, space, _ = make_plane()
+    answer(plane, offloaded(plane, space), 0, 1)
+    plane.lose_rank(1)
+    assert plane.restore_rank(1) == 6
+    assert plane.directory.match(space, KEYS) == []
+    answer(plane, offloaded(plane, space), 0, 1)
+    assert len(plane.directory.match(space, KEYS)) == 6
+    plane.audit()
+
+
 def test_a_load_pins_its_host_source_until_every_rank_has_it():
     plane, space, _ = make_plane()
     answer(plane, offloaded(plane, space), 0, 1)
@@ -109,9 +120,9 @@ def test_pages_that_reach_the_host_are_persisted_once():
     (persist,) = plane.take_jobs()
     assert persist.kind is JobKind.PERSIST
     entries = plane.directory.match(space, KEYS)
-    assert plane.persist(space, entries) is None, "it is under way"
+    assert plane.persist(entries) is None, "it is under way"
     answer(plane, persist, 0, 1)
-    assert plane.persist(space, entries) is None, "it is stored"
+    assert plane.persist(entries) is None, "it is stored"
     assert all(entry.is_ready(Tier.STORAGE) for entry in entries)
     plane.audit()
 
