@@ -49,7 +49,10 @@ class Binding:
     ) -> None:
         self.lock = threading.RLock()
         self.transfers: dict[int, Transfer] = {}
-        self.num_device_pages = _num_device_pages(device)
+        self.num_device_blocks = device.layout.num_units
+        self.num_device_pages = self.num_device_blocks // (
+            group.blocks_per_page if device.layout.unit is Unit.BLOCK else 1
+        )
         self._report: CloseReport | None = None
         self._closing = False
         policy = WritePolicy.parse(config.write_policy, min_hits=config.min_hits, device_owned=config.device_owned)
@@ -183,12 +186,6 @@ class Binding:
             if finished is not None:
                 self.transfers.pop(finished.job.id, None)
             self.dispatch()
-
-
-def _num_device_pages(device: DeviceCache) -> int:
-    """Return how many whole pages the device tensors hold."""
-    layout = device.layout
-    return layout.num_units // (layout.group.blocks_per_page if layout.unit is Unit.BLOCK else 1)
 
 
 def _all_failed(job: Job, error: str) -> Completion:

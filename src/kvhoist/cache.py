@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -22,13 +21,10 @@ from kvhoist.errors import GeometryError, UnsupportedGeometryError
 from kvhoist.geometry import CacheGeometry, CacheGroup
 from kvhoist.lease import Lease, Match, Reservation
 from kvhoist.moves import TierMoves
-from kvhoist.settings import Settings
 from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
 
 _NAMES = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "storage"}
-
-_log = logging.getLogger(__name__)
 
 
 class HierarchicalCache(TierMoves):
@@ -64,9 +60,6 @@ class HierarchicalCache(TierMoves):
                 got=device.layout.group.describe(),
                 expected=group.describe(),
             )
-        self._disabled = Settings.from_env().disabled
-        if self._disabled:
-            _log.warning("KVHOIST_DISABLE is set: every look-up is a miss and nothing is kept")
         super().__init__(Binding(group, device, host_bytes, store, config), config, group)
         self._noted: set[bytes] = set()
         self.space(namespace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from kvhoist.binding import Binding
@@ -11,12 +12,15 @@ from kvhoist.control.namespace import Namespace
 from kvhoist.control.pins import Pins
 from kvhoist.control.policy import WriteWhen
 from kvhoist.control.tiers import Tier
-from kvhoist.errors import PolicyError
+from kvhoist.errors import ConfigError, PolicyError
 from kvhoist.geometry import CacheGroup
 from kvhoist.lease import Match
 from kvhoist.messages import Job
 from kvhoist.platform.base import Event
+from kvhoist.settings import Settings
 from kvhoist.transfer import Transfer
+
+_log = logging.getLogger(__name__)
 
 
 class TierMoves:
@@ -28,6 +32,9 @@ class TierMoves:
         self._binding = binding
         self._lock = binding.lock
         self._plane = binding.plane
+        self._disabled = Settings.from_env().disabled
+        if self._disabled:
+            _log.warning("KVHOIST_DISABLE is set: every look-up is a miss and nothing is kept")
 
     # -- moves, tier by tier ---------------------------------------------------------------------------------------
 
@@ -40,19 +47,20 @@ class TierMoves:
         transfer is done; on an owned one the pages that are ready there are taken. The copy begins after the event
         `after`. None where nothing is lacking or the host tier has no room.
         """
-        stop = len(match.keys)
-        if device_blocks is not None:
-            stop = first + len(device_blocks) // self.group.blocks_per_page
+        if self._disabled:
+            return None
+        stop = len(match.keys) if device_blocks is None else self._stop(match, device_blocks, first)
         with self._lock:
             self._binding.check_open()
-            job = self._plane.offload(match.space, match.keys, first, min(stop, len(match.keys)), device_blocks)
-            return self._start(job, after)
+            return self._start(self._plane.offload(match.space, match.keys, first, stop, device_blocks), after)
 
     def write(
         self, match: Match, device_blocks: Sequence[int], *, first: int = 0, after: Event | None = None
     ) -> Transfer | None:
         """Offer freshly computed pages of a foreign device to the write policy: as `offload`, where it says so."""
-        stop = min(first + len(device_blocks) // self.group.blocks_per_page, len(match.keys))
+        if self._disabled:
+            return None
+        stop = self._stop(match, device_blocks, first)
         with self._lock:
             self._binding.check_open()
             return self._start(self._plane.write(match.space, match.keys, first, stop, device_blocks), after)
@@ -61,8 +69,11 @@ class TierMoves:
         self, match: Match, device_blocks: Sequence[int], *, first: int = 0, after: Event | None = None
     ) -> Transfer | None:
         """Copy pages from `first` on, ready in the host tier, to the blocks of a foreign device, which belong to the
-        transfer until it is done. An owned device uses `acquire`. Raises PageIdError for a page that is not ready."""
-        stop = first + len(device_blocks) // self.group.blocks_per_page
+        transfer until it is done. An owned device uses `acquire`. Raises PageIdError for a page that is not ready, and,
+        as `offload` and `write` do, ConfigError for blocks that are not whole pages, repeat, or do not exist."""
+        if self._disabled:
+            return None
+        stop = self._stop(match, device_blocks, first)
         with self._lock:
             self._binding.check_open()
             return self._start(self._plane.load(match.space, match.keys, first, stop, device_blocks), after)
@@ -134,6 +145,22 @@ class TierMoves:
             return self._plane.directory.subscribe(callback)
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _stop(self, match: Match, device_blocks: Sequence[int], first: int) -> int:
+        """Return one past the last page whose blocks the caller named, once all of them can be meant."""
+        if self.config.device_owned:
+            raise PolicyError("kvhoist gives out the blocks of this device itself", remedy="Use acquire and reserve.")
+        num_pages, rest = divmod(len(device_blocks), self.group.blocks_per_page)
+        fits = not rest and 0 <= first <= first + num_pages <= len(match.keys)
+        known = all(0 <= block < self._binding.num_device_blocks for block in device_blocks)
+        if not fits or not known or len(set(device_blocks)) < len(device_blocks):
+            raise ConfigError(
+                "these device blocks cannot hold pages of the match",
+                got=f"{len(device_blocks)} blocks from page {first} on: {list(device_blocks[:8])}",
+                expected=f"{self.group.blocks_per_page} blocks a page for at most {len(match.keys)} pages, "
+                f"each id once and below {self._binding.num_device_blocks}",
+            )
+        return first + num_pages
 
     def _start(self, job: Job | None, after: Event | None = None) -> Transfer | None:
         submitted = self._binding.dispatch(after)

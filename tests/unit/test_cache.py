@@ -574,6 +574,21 @@ def test_a_failed_load_tells_its_caller(monkeypatch):
             load.wait(timeout_s=30)
 
 
+@pytest.mark.parametrize("blocks", [[1], [0, 1, 2], [0, 0], [-1, 0], [0, 48], list(range(22))])
+@pytest.mark.parametrize("use", ["write", "offload", "load"])
+def test_blocks_that_cannot_hold_the_pages_are_refused_before_anything_moves(use, blocks):
+    with foreign(blocks=2) as engine:
+        match = engine.cache.match(LONG)
+        with pytest.raises(ConfigError, match="these device blocks cannot hold pages of the match"):
+            getattr(engine.cache, use)(match, blocks)
+        assert engine.cache.stats().directory.entries == 0
+
+
+def test_an_owned_devices_blocks_are_not_for_callers_to_name():
+    with TinyEngine(device_pages=8, host_pages=8) as engine, pytest.raises(PolicyError, match="gives out the blocks"):
+        engine.cache.load(engine.cache.match(LONG), [0])
+
+
 @pytest.mark.parametrize("use", ["acquire", "reserve", "evict"])
 def test_owned_operations_on_a_foreign_device_are_refused(use):
     with foreign() as engine:
