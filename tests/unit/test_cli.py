@@ -137,6 +137,13 @@ def test_tables_show_nested_plain_data() -> None:
     assert [str(column.header) for column in rows.columns] == ["name", "x.y"]
 
 
+def test_what_few_rows_have_goes_to_one_column() -> None:
+    rows: list[dict[str, Any]] = [{"name": "a"}, {"name": "b"}, {"name": "c", "x": {"p90": 1.5}, "y": 2}]
+    table = table_of("", rows)
+    assert [str(column.header) for column in table.columns] == ["name", "detail"]
+    assert [str(cell) for cell in table.columns[1].cells] == ["", "", "p90 1.5, y 2"]
+
+
 def test_wide_tables_stand_on_their_side() -> None:
     table = table_of("wide", [{f"field{i}": i for i in range(20)}] * 2)
     assert len(table.columns) == 3

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any
@@ -68,10 +69,13 @@ def tables_of(data: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return one table of `rows`, nested mappings flattened to dotted columns, numbers to the right. Where there are
-    more columns than a screen holds, the rows stand side by side instead."""
-    flat = [dict(_leaves("", row)) for row in rows]
-    columns = list(dict.fromkeys(name for row in flat for name in row))
+    """Return one table of `rows`, nested mappings flattened to dotted columns, numbers to the right.
+
+    What fewer than half of the rows have goes to a last column `detail`. Where there are more columns than a screen
+    holds, the rows stand side by side instead.
+    """
+    flat = [_with_detail(dict(_leaves("", row)), rows) for row in rows]
+    columns = sorted(dict.fromkeys(name for row in flat for name in row), key="detail".__eq__)
     table = Table(title=title or None, title_justify="left", box=SIMPLE, padding=(0, 1), show_edge=False)
     if len(columns) > _MAX_COLUMNS:
         table.show_header = False
@@ -89,6 +93,15 @@ def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in flat:
         table.add_row(*(_cell(row.get(column)) for column in columns))
     return table
+
+
+def _with_detail(row: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    counts = Counter(name for other in rows for name, _ in _leaves("", other))
+    rare = {name: value for name, value in row.items() if counts[name] * 2 < len(rows)}
+    if not rare:
+        return row
+    detail = ", ".join(f"{name.rpartition('.')[2]} {_cell(value)}" for name, value in rare.items())
+    return {**{name: value for name, value in row.items() if name not in rare}, "detail": detail}
 
 
 def _leaves(prefix: str, data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
