@@ -434,6 +434,11 @@ def test_threads_that_share_prefixes_always_read_right_bytes(policy, eviction, t
         for thread in threads:
             thread.join(120)
         assert not problems, problems[0]
+        for _ in range(2):
+            engine.run(PROMPT)
+        settle(engine)
+        engine.cache.evict("device", 40)
+        assert engine.run(PROMPT)["device"] == 0
         settle(engine)
         stats = engine.cache.stats()
         assert stats.num_mismatches == 0
