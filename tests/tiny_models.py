@@ -87,6 +87,13 @@ def traced(cached: CachedModel, prompt: list[int], num_new: int) -> tuple[Any, T
     return generation, recorder.trace(generation.tokens, generation.report.ttft_seconds)
 
 
+def push_out(cached: CachedModel, *tiers: str) -> None:
+    """Have the tiers (default: the device) give up every page, once all offloads and persists are done."""
+    assert cached.cache.flush()
+    for tier in tiers or ("device",):
+        cached.cache.evict(tier, 1 << 20)
+
+
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
