@@ -1,6 +1,6 @@
 """The directory of a million pages against its targets: `python -m kvhoist.bench.directory` prints JSON.
 
-Beside it, in the same run: a plain dict of the same keys, which is the floor of any index in Python, and SHA-256 hashing.
+Beside it, in the same run: a plain dict of the same keys, the floor of any index in Python, and SHA-256 hashing.
 Medians are of single calls by the wall clock. The longest call is judged by the thread's CPU clock, so that another
 process on the machine is not taken for a stall; its wall time stands beside it.
 """
@@ -190,15 +190,9 @@ def _other_policy(eviction: str, num_pages: int) -> dict[str, Any]:
 def _in_fresh_process(load: str, num_pages: int) -> dict[str, float]:
     """Return the bytes of process memory a page, once full and once turned over, measured where nothing else ran."""
     command = [sys.executable, "-m", "kvhoist.bench.directory", "--memory", load, "--pages", str(num_pages)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": _path()}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     measured: dict[str, float] = json.loads(done.stdout)
     return measured
-
-
-def _path() -> str:
-    return os.pathsep.join(path for path in sys.path if path)
 
 
 def _memory(name: str, num_pages: int) -> dict[str, float]:
