@@ -1,9 +1,9 @@
-"""Pages with known bytes, and a FileStore folder that is audited when a test ends."""
+"""Pages with known bytes, a FileStore folder that is audited when a test ends, and segment files to be damaged."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from kvhoist.messages import WHOLE, PageKey, Shard, StorageKey
-from kvhoist.storage import FileStore, Sealer, Store
+from kvhoist.storage import FileStore, Sealer, StorageIO, Store
+from kvhoist.storage.record import HEADER_BYTES
+
+NUM = 12
+TABLE_AT = 8192
+PITCH = 8192
+"""The pitch of pages of 6000 bytes."""
 
 
 @dataclass
@@ -44,6 +50,23 @@ class Pages:
         buffers = [memoryview(bytearray(self.page_bytes)) for _ in ids]
         headers = store.get(self.keys(ids), buffers)
         return [self._judge(i, header, buffer) for i, header, buffer in zip(ids, headers, buffers, strict=True)]
+
+    def fetch(self, store: Store, sealer: Sealer | None = None) -> tuple[list[str], list[memoryview]]:
+        """Prefetch pages 0 to NUM - 1 as the data plane does; return each one's outcome and bytes."""
+        io = StorageIO(store, sealer or self.sealer, num_threads=1)
+        buffers = [memoryview(bytearray(self.page_bytes)) for _ in range(NUM)]
+        outcomes = io.prefetch(self.keys(range(NUM)), buffers).result(20)
+        assert io.close()
+        for i, reason in enumerate(outcomes.reasons):
+            assert reason is not None or sealer is not None or buffers[i] == self.blob(i), "wrong bytes passed"
+        return ["good" if reason is None else reason for reason in outcomes.reasons], buffers
+
+    def check_usable(self, store: FileStore, bad: set[int]) -> None:
+        """The damaged pages are gone, the others are served, and all can be stored again."""
+        assert store.exists(self.keys(range(NUM))) == [i not in bad for i in range(NUM)]
+        assert all(self.put(store, range(NUM + 5)))
+        assert self.read(store, range(NUM + 5)) == ["good"] * (NUM + 5)
+        store.audit()
 
     def _judge(self, i: int, header: bytes | None, buffer: memoryview) -> str:
         if header is None:
@@ -92,3 +115,46 @@ def stores(tmp_path: Path) -> Iterator[Stores]:
     stores = Stores(tmp_path / "store")
     yield stores
     stores.finish()
+
+
+class SegmentFile:
+    """A closed segment file, to be damaged: page `i` lies in slot `i`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes = bytearray(path.read_bytes())
+        num_slots = int.from_bytes(self.bytes[56:64], "little")
+        self.blobs_at = len(self.bytes) - num_slots * PITCH
+
+    def header(self, i: int) -> slice:
+        return slice(TABLE_AT + i * HEADER_BYTES, TABLE_AT + (i + 1) * HEADER_BYTES)
+
+    def blob(self, i: int) -> slice:
+        return slice(self.blobs_at + i * PITCH, self.blobs_at + i * PITCH + 6000)
+
+    def swap(self, a: slice, b: slice) -> None:
+        self.bytes[a], self.bytes[b] = self.bytes[b], self.bytes[a]
+
+    def save(self) -> None:
+        self.path.write_bytes(self.bytes)
+
+
+@pytest.fixture
+def segment_file() -> type[SegmentFile]:
+    return SegmentFile
+
+
+@pytest.fixture
+def damage(stores: Any, pages: Any) -> Callable[[Callable[[SegmentFile], None]], Any]:
+    """Store NUM pages, close, damage the segment file, and return the store opened again."""
+
+    def run(act: Callable[[SegmentFile], None]) -> Any:
+        store = stores.open(capacity="1MiB")
+        assert all(pages.put(store, range(NUM)))
+        store.close()
+        file = SegmentFile(stores.segments()[0])
+        act(file)
+        file.save()
+        return stores.open(capacity="1MiB")
+
+    return run

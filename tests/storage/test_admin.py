@@ -115,7 +115,7 @@ def test_rm_leaves_the_pages_of_a_running_process(stores: Any, pages: Any) -> No
 
 
 def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
-    for act in (list_namespaces, describe, lambda folder: scrub(folder, Sealer(), read_only=True)):
+    for act in (list_namespaces, describe, remove, lambda folder: scrub(folder, Sealer())):
         with pytest.raises(StorageError):
             act(tmp_path / "nothing")
     assert list(tmp_path.iterdir()) == []

@@ -1,15 +1,13 @@
-"""FileStore: restart, capacity and eviction, size classes, and what many threads or stores do to one folder."""
+"""FileStore: restart, capacity and eviction, size classes, and several stores on one folder."""
 
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from kvhoist.errors import ConfigError
-from kvhoist.storage import FileStore
 from kvhoist.storage.file.segment import file_bytes_of, pitch_of, runs_of, slots_that_fit
 from kvhoist.storage.record import identity_of
 
@@ -188,24 +186,6 @@ def test_a_segment_that_its_owner_gave_up_is_forgotten(stores: Any, pages: Any, 
     assert b.exists(pages.keys([500])) == [False]
     assert b.num_segments() == (0, 0)
     assert pages.read(b, range(30)) == ["missing"] * 30
-
-
-def test_readers_of_a_churning_store_get_the_right_page_or_none(stores: Any, pages: Any) -> None:
-    writer = stores.open(capacity=room_for(6, pages.page_bytes))
-    reader = stores.open()
-
-    def read(store: FileStore) -> set[str]:
-        rng = random.Random(5)
-        return {outcome for _ in range(300) for outcome in pages.read(store, [rng.randrange(40) for _ in range(4)])}
-
-    with ThreadPoolExecutor(3) as pool:
-        outcomes = [pool.submit(read, store) for store in (writer, reader)]
-        churn = pool.submit(lambda: [pages.put(writer, [i % 40, (i * 7) % 40]) for i in range(1500)])
-        seen = set().union(*(outcome.result() for outcome in outcomes))
-        churn.result()
-    assert seen <= {"good", "missing"}, "never another page, and no false alarm"
-    assert "good" in seen
-    writer.audit()
 
 
 def test_neighbours_of_a_batch_lie_in_neighbouring_slots(stores: Any, pages: Any) -> None:

@@ -19,9 +19,7 @@ def test_a_file_store_by_name(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_paths_may_be_relative_or_begin_with_slashes_or_a_tilde(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_may_be_relative_or_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for text, folder in (

@@ -12,6 +12,7 @@ from typing import Any
 from kvhoist.errors import ConfigError
 from kvhoist.messages import StorageKey
 from kvhoist.storage.file import FileStore
+from kvhoist.storage.file.folder import Folder
 from kvhoist.storage.record import RecordHeader, Sealer, read_header
 from kvhoist.units import format_bytes
 
@@ -120,6 +121,7 @@ def scrub(
 ) -> ScrubReport:
     """Read and check every page of the folder, and take bad ones out of use (with `read_only` only report them). Pages
     in segments of running processes are checked, but left to their owners."""
+    Folder.check(folder)
     with FileStore(folder, read_only=read_only, capacity=_NO_LIMIT_BYTES) as store:
         damaged = store.stats().quarantined_pages
         records = list(store.records())
@@ -146,6 +148,7 @@ def remove(folder: str | Path, namespace_prefix: str | None = None) -> RemoveRep
 
     Raises ConfigError where no namespace begins so.
     """
+    Folder.check(folder)
     with FileStore(folder, capacity=_NO_LIMIT_BYTES) as store:
         known = {key.page.namespace for key, _ in store.records()} | set(store.namespaces())
         chosen = sorted(digest for digest in known if digest.hex().startswith((namespace_prefix or "").lower()))

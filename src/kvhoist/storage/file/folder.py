@@ -49,6 +49,11 @@ class Folder:
             raise _unavailable(path, error, read_only=read_only) from error
         return folder
 
+    @classmethod
+    def check(cls, path: str | Path) -> None:
+        """Raise what `open` raises where there is no store in `path`; make none."""
+        cls.open(Path(path), read_only=True)
+
     def note_namespace(self, digest: bytes, fields: Mapping[str, str]) -> None:
         """Keep the fields in `namespaces/<digest>.json`, whole or not at all. Raises StoreUnavailableError."""
         target = self._namespaces / f"{digest.hex()}.json"

@@ -174,8 +174,8 @@ class Writer:
         return True
 
     def _create(self, pitch_bytes: int, num_slots: int) -> bool:
-        """Add a segment of `num_slots`, or of fewer where the disk has no room for them; then no other for a while, lest
-        a full disk be filled with ever smaller ones."""
+        """Add a segment of `num_slots`, or of fewer where the disk has no room for them; then no other for a while, so
+        that a full disk does not fill with ever smaller ones."""
         wanted = num_slots
         while num_slots:
             try:

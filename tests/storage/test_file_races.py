@@ -1,0 +1,180 @@
+"""What happens to a FileStore in the middle of a read or a write: eviction, replacement, other threads, disk errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvhoist.storage import FileStore
+from kvhoist.storage.file.segment import Segment, file_bytes_of, pitch_of
+
+
+def room_for(num_pages: int, page_bytes: int) -> int:
+    """Return a capacity whose segments hold exactly `num_pages`, one each."""
+    return num_pages * file_bytes_of(pitch_of(page_bytes), 1)
+
+
+def test_readers_of_a_churning_store_get_the_right_page_or_none(stores: Any, pages: Any) -> None:
+    writer = stores.open(capacity=room_for(6, pages.page_bytes))
+    reader = stores.open()
+
+    def read(store: FileStore) -> set[str]:
+        rng = random.Random(5)
+        return {outcome for _ in range(300) for outcome in pages.read(store, [rng.randrange(40) for _ in range(4)])}
+
+    with ThreadPoolExecutor(3) as pool:
+        outcomes = [pool.submit(read, store) for store in (writer, reader)]
+        churn = pool.submit(lambda: [pages.put(writer, [i % 40, (i * 7) % 40]) for i in range(1500)])
+        seen = set().union(*(outcome.result() for outcome in outcomes))
+        churn.result()
+    assert seen <= {"good", "missing"}, "never another page, and no false alarm"
+    assert "good" in seen
+    writer.audit()
+
+
+def test_a_page_evicted_while_it_is_read_is_a_miss_and_no_damage(
+    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capacity = room_for(2, pages.page_bytes)
+    writer = stores.open(capacity=capacity)
+    reader = stores.open()
+    for store in (writer, reader):
+        pages.put(writer, [1, 2])
+        assert pages.read(store, [1, 2]) == ["good", "good"]
+        read_blobs = Segment.read_blobs
+
+        def evict_meanwhile(segment: Segment, slot: int, buffers: Any, read_blobs: Any = read_blobs) -> bool:
+            read = read_blobs(segment, slot, buffers)
+            monkeypatch.undo()
+            pages.put(writer, [3, 4])
+            return bool(read)
+
+        monkeypatch.setattr(Segment, "read_blobs", evict_meanwhile)
+        assert pages.read(store, [1]) == ["missing"]
+        assert store.stats().error_pages == store.stats().quarantined_pages == 0
+        assert pages.read(store, [3, 4]) == ["good", "good"]
+
+
+def test_a_page_stored_anew_while_it_is_read_is_the_right_one_or_a_miss(
+    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stores.open(capacity=room_for(2, pages.page_bytes))
+    pages.put(store, [1, 2])
+    read_blobs = Segment.read_blobs
+
+    def replace_meanwhile(segment: Segment, slot: int, buffers: Any) -> bool:
+        monkeypatch.undo()
+        pages.put(store, [3, 4])
+        pages.put(store, [2, 1])
+        return bool(read_blobs(segment, slot, buffers))
+
+    monkeypatch.setattr(Segment, "read_blobs", replace_meanwhile)
+    assert pages.read(store, [1]) == ["missing"]
+    assert pages.read(store, [1, 2]) == ["good", "good"]
+
+
+def test_a_file_stays_open_until_the_last_reader_is_out(
+    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stores.open(capacity="1MiB")
+    pages.put(store, [1])
+    read_blobs = Segment.read_blobs
+
+    def give_up_meanwhile(segment: Segment, slot: int, buffers: Any) -> bool:
+        monkeypatch.undo()
+        store.remove_namespace(pages.namespace)
+        assert stores.segments() == []
+        return bool(read_blobs(segment, slot, buffers))
+
+    monkeypatch.setattr(Segment, "read_blobs", give_up_meanwhile)
+    assert pages.read(store, [1]) == ["missing"]
+    assert store.stats().error_pages == 0
+
+
+def test_a_segment_of_our_own_never_looks_like_another_processs(
+    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stores.open(capacity="1MiB")
+    create = Segment.create
+    looking = []
+
+    def look_meanwhile(*args: Any, **options: Any) -> Segment:
+        segment = create(*args, **options)
+        looking.append(threading.Thread(target=store.exists, args=([pages.key(99)],)))
+        looking[-1].start()
+        looking[-1].join(0.05)
+        return segment
+
+    monkeypatch.setattr(Segment, "create", look_meanwhile)
+    assert pages.put(store, range(3)) == [True] * 3
+    for thread in looking:
+        thread.join(20)
+    assert looking
+    assert store.num_segments() == (1, 0)
+
+
+def test_a_page_that_another_thread_is_writing_is_awaited_not_written_twice(
+    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stores.open(capacity="1MiB")
+    write_blobs = Segment.write_blobs
+    others: list[Any] = []
+
+    def put_meanwhile(segment: Segment, slot: int, blobs: Any) -> None:
+        monkeypatch.undo()
+        others.append(pool.submit(pages.put, store, [1]))
+        write_blobs(segment, slot, blobs)
+
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(Segment, "write_blobs", put_meanwhile)
+        assert pages.put(store, [1]) == [True]
+        assert others[0].result(20) == [True]
+    assert store.stats().put_pages == 1
+
+
+@pytest.mark.parametrize("step", ["write_blobs", "write_headers"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_slot_whose_write_fails_fails_its_page_alone(
+    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, step: str, code: int
+) -> None:
+    store = stores.open(capacity="1MiB")
+    pages.put(store, [100])
+    act = getattr(Segment, step)
+
+    def fail_at_slot_3(segment: Segment, slot: int, what: Any) -> None:
+        if slot <= 3 < slot + len(what):
+            raise OSError(code, os.strerror(code))
+        act(segment, slot, what)
+
+    monkeypatch.setattr(Segment, step, fail_at_slot_3)
+    assert pages.put(store, range(6)) == [True, True, False, True, True, True]
+    monkeypatch.undo()
+    stats = store.stats()
+    assert (stats.error_pages, stats.dropped_pages) == ((1, 0) if code == errno.EIO else (0, 1))
+    assert pages.read(store, range(6)) == ["good", "good", "missing", "good", "good", "good"]
+    assert pages.put(store, range(6)) == [True] * 6
+    store.audit()
+
+
+def test_a_slot_that_cannot_be_read_is_a_counted_miss_of_its_page_alone(
+    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stores.open(capacity="1MiB")
+    pages.put(store, range(6))
+    read_blobs = Segment.read_blobs
+
+    def fail_at_slot_3(segment: Segment, slot: int, buffers: Any) -> bool:
+        if slot <= 3 < slot + len(buffers):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return bool(read_blobs(segment, slot, buffers))
+
+    monkeypatch.setattr(Segment, "read_blobs", fail_at_slot_3)
+    assert pages.read(store, range(6)) == ["good", "good", "good", "missing", "good", "good"]
+    assert store.stats().error_pages == store.stats().quarantined_pages == 1
+    assert store.exists([pages.key(3)]) == [False]
