@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tiny_models import FAMILIES, PAGE_TOKENS, SPECIAL, family_model, make_tokenizer, tiny_config, tiny_model
@@ -19,6 +19,8 @@ from kvhoist.adapters.transformers import CachedModel
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Tiny matrices gain nothing from threads, and threads of several test processes wait for each other."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

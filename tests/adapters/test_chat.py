@@ -59,7 +59,7 @@ def test_the_pieces_of_a_stream_join_to_the_text(tiny_checkpoint: Path) -> None:
 def test_a_generation_stops_at_the_models_end_token(tiny_checkpoint: Path) -> None:
     with CachedModel.from_pretrained(tiny_checkpoint, **_SIZES) as cached:
         assert cached.end_tokens == (0,)
-        found = [cached.generate("Hi", Sampling(80, temperature=3.0, seed=seed)) for seed in range(40)]
+        found = cached.generate_batch(["Hi"] * 24, [Sampling(99, temperature=3.0, seed=seed) for seed in range(24)])
         ends = [generation for generation in found if generation.finish_reason == "stop"]
         assert ends
         assert all(generation.tokens.index(0) == len(generation.tokens) - 1 for generation in ends)
@@ -132,7 +132,7 @@ def test_the_command_explain(tiny_checkpoint: Path, filled: Path, tmp_path: Path
     common = ["explain", "--store", str(filled), "--model", str(tiny_checkpoint), "--page-tokens", "8"]
     found = json.loads(CliRunner().invoke(app, [*common, "--chat", str(chat), "--json"]).stdout)
     assert found["num_hit_pages"] == len(found["pages"]) > 5
-    assert found["pages"][0]["tiers"] == ["storage"] or found["pages"][0]["tiers"] == ("storage",)
+    assert found["pages"][0]["tiers"] == ["storage"]
     assert found["miss"]["kind"] == "remainder"
     shown = CliRunner().invoke(app, [*common, "--tokens", str(ids)])
     assert shown.exit_code == 0

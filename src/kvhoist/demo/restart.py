@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvhoist.adapters.transformers.loading import quiet_transformers
 from kvhoist.demo.oracles import Recorder, greedy
 from kvhoist.demo.session import DemoOptions, warm_up
@@ -42,7 +44,11 @@ def answer_in_new_process(options: DemoOptions, prompt: Sequence[int]) -> dict[s
     """Start this module as a new process on the same folder, the page cache dropped for its files, and return what it
     answers (see `answer`). Raises KvhoistError, with the end of its messages, when it fails."""
     drop_page_cache(options.folder)
-    request = {"options": {**asdict(options), "folder": str(options.folder)}, "prompt": list(prompt)}
+    request = {
+        "options": {**asdict(options), "folder": str(options.folder)},
+        "prompt": list(prompt),
+        "threads": torch.get_num_threads(),  # another number sums in another order
+    }
     done = subprocess.run(
         [sys.executable, "-m", "kvhoist.demo.restart"],
         input=json.dumps(request),
@@ -86,6 +92,7 @@ def main() -> None:
     quiet_transformers()
     request = json.load(sys.stdin)
     options = request["options"]
+    torch.set_num_threads(request["threads"])
     found = answer(DemoOptions(**{**options, "folder": Path(options["folder"])}), request["prompt"])
     print(json.dumps(found))
 
