@@ -14,6 +14,7 @@ from kvhoist.storage.record import HEADER_BYTES, IDENTITY
 
 NUM = 12
 PAGE_BYTES = 6000
+PITCH = 8192
 
 
 @pytest.mark.parametrize("byte", range(HEADER_BYTES))
