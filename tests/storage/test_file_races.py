@@ -90,6 +90,7 @@ def test_a_file_stays_open_until_the_last_reader_is_out(
         monkeypatch.undo()
         store.remove_namespace(pages.namespace)
         assert stores.segments() == []
+        os.fstat(segment.fd)  # raises where the file was closed under its reader
         return bool(read_blobs(segment, slot, buffers))
 
     monkeypatch.setattr(Segment, "read_blobs", give_up_meanwhile)
