@@ -284,6 +284,18 @@ def test_tenants_salts_and_weights_do_not_share_pages(llama: Any, wrap: Wrap) ->
     assert same.generate(prompt, NINE, salt=b"a").report.cached_tokens == 28
 
 
+def test_switched_off_it_computes_as_if_it_were_not_there(
+    llama: Any, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVHOIST_DISABLE", "1")
+    cached = wrap(llama)
+    prompt = prompt_of(30)
+    for _ in range(2):
+        generation = cached.generate(prompt, NINE)
+        assert generation.tokens == _expected(llama, prompt)
+        assert (generation.report.cached_tokens, generation.report.stored_pages) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [

