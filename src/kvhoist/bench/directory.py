@@ -27,6 +27,7 @@ from kvhoist.control.keys import TokenChain, chain_hashes
 _SMOKE_PAGES = 20_000
 _SMALL_PAGES = 10_000
 _MATCHES = 200
+_KEPT_CHAINS = 32
 _PAGE_TOKENS = 64
 _OTHER_POLICIES = ("slru", "lfu", "arc")
 
@@ -59,8 +60,8 @@ def _inserts(num_pages: int) -> list[dict[str, Any]]:
     """Fill a directory in runs, turn it over in runs and by the agentic mix, and match in it."""
     load, grow, churn, mix, mix_grow = Load(num_pages), Times(), Times(), Times(), Times()
     load.runs(num_pages, grow)
-    chains = load.runs(num_pages, churn)
-    matches = _matches(load, chains[-(num_pages // CONVERSATION_PAGES // 2 + 1) :])
+    chains = load.runs(num_pages, churn, keep=_KEPT_CHAINS)
+    matches = _matches(load, chains)
     full_gc = _seconds(gc.collect)
     load.agentic(num_pages, mix)
     gauges = load.directory.stats().to_dict()
@@ -103,7 +104,7 @@ def _insert_figure(name: str, times: Times, target: float, floor: float) -> dict
 def _matches(load: Load, chains: Sequence[Chain]) -> list[dict[str, Any]]:
     """Match, pin and unpin whole conversations, at random among all pages and, in turn, in a small directory."""
     small_load = Load(_SMALL_PAGES)
-    small_chains = small_load.runs(_SMALL_PAGES // CONVERSATION_PAGES * CONVERSATION_PAGES, Times())
+    small_chains = small_load.runs(_SMALL_PAGES // CONVERSATION_PAGES * CONVERSATION_PAGES, Times(), keep=_KEPT_CHAINS)
     rng, big, small = random.Random(2), Times(), Times()
     longest = max(len(chain) for chain in chains)
     chains = [chain for chain in chains if len(chain) == longest]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvhoist.control.directory import Directory, Space
@@ -73,15 +73,20 @@ class Load:
         directory.touch(matched)
         return len(matched)
 
-    def runs(self, num_pages: int, times: Times) -> list[Chain]:
-        """Insert conversations of CONVERSATION_PAGES, one after the other, in runs of RUN_PAGES. Returns them."""
+    def runs(self, num_pages: int, times: Times, keep: int = 0) -> list[Chain]:
+        """Insert conversations of CONVERSATION_PAGES, one after the other, in runs of RUN_PAGES. Returns every so many
+        of them, about `keep`."""
         chains: list[Chain] = []
+        stride = max(num_pages // CONVERSATION_PAGES // keep, 1) if keep else 0
+        number = 0
         while num_pages > 0:
             chain = new_keys(min(CONVERSATION_PAGES, num_pages))
             for stop in range(RUN_PAGES, len(chain) + RUN_PAGES, RUN_PAGES):
                 stop = min(stop, len(chain))
                 self.insert(chain[:stop], (stop - 1) // RUN_PAGES * RUN_PAGES, times)
-            chains.append(chain)
+            if stride and number % stride == 0:
+                chains.append(chain)
+            number += 1
             num_pages -= len(chain)
         return chains
 
@@ -114,10 +119,11 @@ class Load:
             num_pages -= times.pages[-1]
 
 
-LOADS = ("runs", "agentic", "branches")
-
-
 def play(load: Load, name: str, num_pages: int, times: Times) -> None:
-    """Insert `num_pages` by the load called `name`, one of LOADS."""
-    acts = {"runs": load.runs, "agentic": load.agentic, "branches": load.branches}
+    """Insert `num_pages` by the load called `name`: runs, agentic, or branches."""
+    acts: dict[str, Callable[[int, Times], object]] = {
+        "runs": load.runs,
+        "agentic": load.agentic,
+        "branches": load.branches,
+    }
     acts[name](num_pages, times)

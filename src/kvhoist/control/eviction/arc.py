@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from kvhoist.control.entry import Entry, Space
 from kvhoist.control.eviction.base import EvictionPolicy, Peeler, PolicyContext
-from kvhoist.control.eviction.segment import Scan, Segment
+from kvhoist.control.eviction.segment import Segment, take_oldest
 
 _Ghosts = OrderedDict[tuple[int, bytes], None]
 
@@ -26,8 +26,8 @@ class ArcPolicy(EvictionPolicy):
         self._tier = context.tier
         self._num_pages = context.num_pages
         self.target = 0.0
-        self._once = Segment()
-        self._again = Segment()
+        self._once = Segment(context.tier)
+        self._again = Segment(context.tier)
         self._ghosts_once: _Ghosts = OrderedDict()
         self._ghosts_again: _Ghosts = OrderedDict()
         self._returning: _Ghosts = OrderedDict()
@@ -70,17 +70,21 @@ class ArcPolicy(EvictionPolicy):
                 self._ghosts_again[ghost] = None
         self._trim()
 
+    def exposed(self, entry: Entry) -> None:
+        self._once.exposed(entry)
+        self._again.exposed(entry)
+
     def choose(self, num_pages: int) -> list[Entry]:
-        scan = Scan(Peeler(self._tier), (self._once, self._again))
-        num_once = len(self._once)
+        peeler, once, again = Peeler(self._tier), self._once, self._again
+        num_once = len(once)
         victims: list[Entry] = []
         while len(victims) < num_pages:
-            preferred = 0 if num_once > self.target else 1
-            index = preferred if scan.peek(preferred) is not None else 1 - preferred
-            if scan.peek(index) is None:
+            first, second = (once, again) if num_once > self.target else (again, once)
+            leaf = first.oldest_leaf(peeler) or second.oldest_leaf(peeler)
+            if leaf is None:
                 break
-            victims.append(scan.take(index))
-            num_once -= index == 0
+            victims.append(take_oldest(peeler, leaf, once, again))
+            num_once -= leaf in once
         return victims
 
     def problems(self, ready: Collection[Entry]) -> list[str]:
@@ -88,6 +92,8 @@ class ArcPolicy(EvictionPolicy):
         pages = [*self._once, *self._again]
         if len(set(pages)) != len(pages) or set(pages) != set(ready):
             found.append("T1 and T2 are not the ready pages")
+        late = [*self._once.unqueued(), *self._again.unqueued()]
+        found += [f"leaf {entry!r} is not queued, or later than its use" for entry in late]
         num_ghosts = len(self._ghosts_once) + len(self._ghosts_again)
         if len(pages) + num_ghosts > 2 * self._num_pages or not 0 <= self.target <= self._num_pages:
             found.append("more ghosts than the definition allows, or a target outside of the tier")

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 
 from kvhoist.control.entry import Entry
-from kvhoist.control.eviction.base import Peeler
+from kvhoist.control.eviction.base import Peeler, is_leaf
+from kvhoist.control.tiers import Tier
 
 
 class Segment:
     """Pages with the number under which each was last put at the end; their order is that of the numbers.
 
-    An OrderedDict, because a dict walks over all it has lost at its front to find its oldest key.
+    A heap holds an item for each leaf, so that no pages are walked over that cannot go. An item's number is a lower
+    bound of the page's; it is put back when it comes up too early. An OrderedDict keeps the order, because a dict walks
+    over all it has lost at its front to find its oldest key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
         self._numbers: OrderedDict[Entry, int] = OrderedDict()
         self._next = 0
+        self._heap: list[tuple[int, Entry]] = []
+        self._queued: dict[Entry, int] = {}
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -29,50 +35,64 @@ class Segment:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._numbers)
 
-    def number(self, entry: Entry) -> int:
-        return self._numbers[entry]
-
     def put_last(self, entry: Entry) -> None:
         """Make `entry` the last used page of this segment, whether it was here or not."""
-        self._numbers.pop(entry, None)
+        known = entry in self._numbers
         self._numbers[entry] = self._next
         self._next += 1
+        if known:
+            self._numbers.move_to_end(entry)
+        elif is_leaf(entry, self._tier):
+            self.exposed(entry)
 
-    def oldest(self) -> Entry:
-        return next(iter(self._numbers))
+    def pop_oldest(self) -> Entry:
+        entry = self._numbers.popitem(last=False)[0]
+        self._queued.pop(entry, None)
+        return entry
 
     def discard(self, entry: Entry) -> bool:
         """Take `entry` out and tell whether it was here."""
+        self._queued.pop(entry, None)
         return self._numbers.pop(entry, None) is not None
 
+    def exposed(self, entry: Entry) -> None:
+        """Note that `entry` is a leaf, or would be; pages of other segments are ignored."""
+        if entry in self._numbers and entry not in self._queued:
+            self._queued[entry] = number = self._numbers[entry]
+            heappush(self._heap, (number, entry))
+            if len(self._heap) > 2 * len(self._queued) + 1024:
+                self._heap = [(number, entry) for entry, number in self._queued.items()]
+                heapify(self._heap)
 
-class Scan:
-    """Walks segments from their oldest pages on and takes leaves. Nothing in them may change meanwhile."""
+    def oldest_leaf(self, peeler: Peeler) -> Entry | None:
+        """Return the oldest page that is a leaf when what `peeler` took is gone, None where there is none."""
+        heap, queued = self._heap, self._queued
+        while heap:
+            number, entry = heap[0]
+            if queued.get(entry) != number:
+                heappop(heap)
+            elif not peeler.is_leaf(entry):
+                heappop(heap)
+                del queued[entry]
+            elif self._numbers[entry] != number:
+                queued[entry] = self._numbers[entry]
+                heapreplace(heap, (queued[entry], entry))
+            else:
+                return entry
+        return None
 
-    def __init__(self, peeler: Peeler, segments: Sequence[Segment]) -> None:
-        self._peeler = peeler
-        self._segments = segments
-        self._ahead = [iter(segment) for segment in segments]
-        self._passed = [-1] * len(segments)
-        self._exposed: list[list[tuple[int, int, Entry]]] = [[] for _ in segments]
+    def unqueued(self) -> Iterator[Entry]:
+        """Return leaves that are not queued, or later than their turn. There should be none."""
+        items = {entry: number for number, entry in self._heap if self._queued.get(entry) == number}
+        for entry, number in self._numbers.items():
+            if is_leaf(entry, self._tier) and items.get(entry, number + 1) > number:
+                yield entry
 
-    def peek(self, index: int) -> Entry | None:
-        """Return the oldest leaf of a segment, None if it has none."""
-        exposed = self._exposed[index]
-        if not exposed:
-            for entry in self._ahead[index]:
-                self._passed[index] = number = self._segments[index].number(entry)
-                if self._peeler.is_leaf(entry):
-                    exposed.append((number, 0, entry))
-                    break
-        return exposed[0][2] if exposed else None
 
-    def take(self, index: int) -> Entry:
-        """Take the page that `peek` returned last."""
-        entry = heappop(self._exposed[index])[2]
-        ancestor = self._peeler.take(entry)
-        if ancestor is not None:
-            for other, segment in enumerate(self._segments):
-                if ancestor in segment and segment.number(ancestor) <= self._passed[other]:
-                    heappush(self._exposed[other], (segment.number(ancestor), 0, ancestor))
-        return entry
+def take_oldest(peeler: Peeler, leaf: Entry, *segments: Segment) -> Entry:
+    """Take `leaf` off in thought, and let the segments know of the page that becomes a leaf by it."""
+    ancestor = peeler.take(leaf)
+    if ancestor is not None:
+        for segment in segments:
+            segment.exposed(ancestor)
+    return leaf
