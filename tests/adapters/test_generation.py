@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import PAGE_TOKENS, VOCABULARY, Wrap, prompt_of, push_out, tiny_config, tiny_model
 
-from kvhoist.adapters.transformers import CachedModel, CancelToken, Sampling
+from kvhoist.adapters.transformers import CachedModel, Sampling
 from kvhoist.config import CacheConfig
 from kvhoist.demo.oracles import greedy
 from kvhoist.errors import ClosedError, ConfigError, TokenError
@@ -121,76 +121,6 @@ def test_sampled_tokens_depend_on_the_seed_alone(llama: Any, wrap: Wrap) -> None
     assert len({cold, *others}) > 3
 
 
-@pytest.mark.parametrize("num_read", [0, 1, 2, 5, 9])
-def test_a_stream_closed_at_any_step_keeps_what_was_computed_and_leaks_nothing(
-    llama: Any, wrap: Wrap, num_read: int
-) -> None:
-    cached = wrap(llama)
-    prompt = prompt_of(15)
-    with cached.stream(prompt, NINE) as stream:
-        tokens = tuple(next(stream).token for _ in range(num_read))
-    assert stream.result.tokens == tokens == _expected(llama, prompt)[:num_read]
-    assert stream.result.finish_reason == ("length" if num_read == 9 else "cancelled")
-    cached.cache.flush()
-    cached.cache.audit()
-    computed = 15 + num_read - 1 if num_read else 0
-    report = cached.generate([*prompt, *tokens, 1, 2, 3, 4, 5], NINE).report
-    assert report.cached_tokens == computed // PAGE_TOKENS * PAGE_TOKENS
-
-
-def test_a_cancel_token_ends_a_generation_from_another_thread(llama: Any, wrap: Wrap) -> None:
-    cached = wrap(llama)
-    cancel = CancelToken()
-    stream = cached.stream(prompt_of(15), Sampling(max_new_tokens=900, stop_tokens=()), cancelled=cancel)
-    next(stream)
-    thread = threading.Thread(target=cancel.cancel)
-    thread.start()
-    thread.join()
-    assert len(list(stream)) <= 1
-    assert stream.result.finish_reason == "cancelled"
-
-
-@pytest.mark.parametrize("failing_call", [1, 2, 4])
-def test_an_error_of_the_model_gives_every_page_back(llama: Any, wrap: Wrap, failing_call: int) -> None:
-    cached = wrap(llama)
-    forward, calls = cached.forward, []
-
-    class Failing:
-        model, shape = forward.model, forward.shape
-
-        def __call__(self, *args: Any) -> Any:
-            calls.append(1)
-            if len(calls) == failing_call:
-                raise RuntimeError("out of memory")
-            return forward(*args)
-
-    prompt = prompt_of(30)
-    cached.generate(prompt, Sampling(max_new_tokens=1))
-    cached.forward = Failing()  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        cached.generate(prompt, NINE)
-    cached.forward = forward
-    cached.cache.flush()
-    cached.cache.audit()
-    assert cached.generate(prompt, NINE).tokens == _expected(llama, prompt)
-
-
-def test_an_error_while_storing_abandons_the_reservation(
-    llama: Any, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cached = wrap(llama)
-
-    def fail(*args: object) -> None:
-        raise RuntimeError("no scatter")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cached.pool, "scatter", fail)
-        with pytest.raises(RuntimeError, match="no scatter"):
-            cached.generate(prompt_of(30), NINE)
-    cached.cache.audit()
-    assert cached.generate(prompt_of(30), NINE).report.cached_tokens == 0
-
-
 def test_interleaved_streams_do_not_touch_each_other(any_model: Any, wrap: Wrap) -> None:
     cached = wrap(any_model, device_tokens=64)
     prompts = [prompt_of(30), [*prompt_of(30)[:16], *prompt_of(14, seed=1)], prompt_of(25, seed=2)]
@@ -249,26 +179,6 @@ def test_conversations_that_outgrow_device_and_host_stay_right(
     assert seen["host_tokens"] + seen["storage_tokens"] > 0
     if write_policy == "write_through":
         assert seen["storage_tokens"] > 0
-
-
-def test_a_store_that_fails_costs_a_recompute_only(llama: Any, wrap: Wrap) -> None:
-    class Failing(MemoryStore):
-        broken = False
-
-        def get(self, keys: Any, blobs: Any) -> Any:
-            if self.broken:
-                raise OSError("the disk is gone")
-            return super().get(keys, blobs)
-
-    store = Failing("16MiB")
-    cached = wrap(llama, store=store)
-    prompt = prompt_of(30)
-    cached.generate(prompt, NINE)
-    push_out(cached, "device", "host")
-    store.broken = True
-    generation = cached.generate(prompt, NINE)
-    assert generation.tokens == _expected(llama, prompt)
-    assert generation.report.recomputed_tokens == 30
 
 
 def test_tenants_salts_and_weights_do_not_share_pages(llama: Any, wrap: Wrap) -> None:

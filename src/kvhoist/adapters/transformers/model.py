@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -164,8 +165,9 @@ class CachedModel:
                 "prompts and samplings do not pair up", got=f"{len(prompts)} and {len(choices)}", expected="one each"
             )
         run = self._run([self._row(prompt, s, salt) for prompt, s in zip(prompts, choices, strict=True)])
-        for _ in run.steps(cancelled):
-            pass
+        with closing(run.steps(cancelled)) as steps:
+            for _ in steps:
+                pass
         return [
             Generation(
                 tuple(row.tokens),

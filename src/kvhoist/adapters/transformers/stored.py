@@ -80,8 +80,7 @@ def _miss(store: Store, namespace: Namespace, tokens: Sequence[int], page: int, 
             shown = ", ".join(_shown(name, fields, namespace.field_dict()) for name in differing)
             text = f"Page {page} (token {first_token} on) is held in another namespace, {digest.hex()[:16]}: {shown}."
             return Miss(MissKind.OTHER_NAMESPACE, page, text, tier="storage", fields=differing)
-    where = "this store holds nothing of this namespace's kind" if page == 0 else "an earlier prompt ended before it"
-    text = f"Page {page} (token {first_token} on) is not in this store: never stored, or removed since; {where}."
+    text = f"Page {page} (token {first_token} on) is not in this store: never stored, or evicted or removed since."
     return Miss(MissKind.NEVER_SEEN, page, text)
 
 
