@@ -242,7 +242,7 @@ def random_steps(pair: Pair, rng: random.Random, num_steps: int) -> None:
         if act < 0.35:
             pair.reserve(space, path(), rng.choice([0, 0, 1, 3]), tier)
         elif act < 0.6 and pair.filling:
-            pair.finish(rng.randrange(99), {rng.randrange(8)} if rng.random() < 0.2 else set())
+            pair.finish(rng.randrange(99), set(rng.choices(range(8), k=rng.choice([0, 0, 0, 1, 3]))))
         elif act < 0.68:
             pair.pin(space, path(), rng.choice([0, 0, 2]), tier)
         elif act < 0.76 and pair.pinned:

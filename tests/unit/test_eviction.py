@@ -80,6 +80,14 @@ def test_lfu_takes_the_least_used_and_of_these_the_oldest() -> None:
     assert [key for key, _ in made.evict(HOST, 7)] == [*B[::-1], *C[::-1], A[2]]
 
 
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_pages_that_fail_one_above_the_other_are_never_shown_to_the_policy(eviction: str) -> None:
+    made, space = directory(eviction)
+    made.fail(made.reserve(space, A, 0, 3, HOST), HOST, "torn")
+    made.audit()
+    assert made.victims(HOST, 3) == []
+
+
 def test_lfu_counts_anew_when_a_page_returns() -> None:
     made, space = directory("lfu")
     a = fill(made, space, A)

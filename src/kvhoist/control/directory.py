@@ -237,7 +237,7 @@ class Directory(DirectoryCore):
     def clear(self, space: Space | None = None) -> int:
         """Give up all of one space, or of all: its pages are not found from now on. Copies that are pinned or being
         filled keep their page ids until the last pin or the filling ends, and vanish then. Returns the number of page
-        ids of DEVICE and HOST that are free again at once. Takes some 0.5 µs a page."""
+        ids of DEVICE and HOST that are free again at once. Takes about a µs a page."""
         spaces = list(self._spaces.values()) if space is None else [space]
         return sum(clear_space(one, self._table, self._history, self._subscribers) for one in spaces)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvhoist.control.directory_events import Subscribers
 from kvhoist.control.directory_table import EntryTable
-from kvhoist.control.entry import Space
+from kvhoist.control.entry import Entry, Space
 from kvhoist.control.history import History, What
 from kvhoist.control.tiers import DOOMED, HELD, PINS, PINS_ANY, READY, Tier
 
@@ -14,26 +14,43 @@ def clear_space(space: Space, table: EntryTable, history: History, subscribers: 
     doomed: cut off from its path and found by nobody, it stays until its owner lets it go. Returns how many page ids
     of DEVICE and HOST are free again."""
     entries = [table.rows[row] for shard in space.shards for row in shard.values()]
-    for entry in entries:
-        entry.busy &= PINS_ANY
-        entry.flags |= DOOMED
-        entry.parent = None
     space.clear_index()
-    num_freed = 0
-    told: list[tuple[Tier, list[bytes]]] = []
-    for tier, book in table.books.items():
-        held = [entry for entry in entries if entry.flags & HELD[tier]]
-        ready = [entry for entry in held if entry.flags & READY[tier]]
-        free = [entry for entry in ready if not entry.busy & PINS[tier]]
-        book.ids.free([table.release(entry, book) for entry in free])
-        book.policy.removed(ready)
-        num_freed += len(free) if tier is not Tier.STORAGE else 0
-        told.append((tier, [entry.key for entry in ready]))
+    gone: dict[Tier, list[Entry]] = {tier: [] for tier in table.books}
+    pages: dict[Tier, list[int]] = {tier: [] for tier in table.books}
+    ledgers = [(HELD[t], gone[t].append, pages[t].append, book.column) for t, book in table.books.items()]
+    doomed: list[Entry] = []
     for entry in entries:
-        table.prune(entry)
-    for tier, keys in told:
-        if keys:
+        flags = entry.flags
+        entry.parent = None
+        if entry.busy & PINS_ANY:
+            doomed.append(entry)
+            continue
+        for held, note, free, column in ledgers:
+            if flags & held:
+                note(entry)
+                free(column[entry.row])
+        entry.flags = entry.busy = 0
+        table.spare(entry)
+    for entry in doomed:
+        _doom(entry, table, gone, pages)
+    for tier, book in table.books.items():
+        book.ids.free(pages[tier])
+        book.policy.removed(gone[tier])
+    for tier, left in gone.items():
+        if left:
+            keys = [entry.key for entry in left]
             history.note(What.CLEARED, space.serial, tier, keys, "")
             if subscribers:
                 subscribers.tell("removed", tier, space, keys)
-    return num_freed
+    return sum(len(freed) for tier, freed in pages.items() if tier is not Tier.STORAGE)
+
+
+def _doom(entry: Entry, table: EntryTable, gone: dict[Tier, list[Entry]], pages: dict[Tier, list[int]]) -> None:
+    """Leave to `entry` only what is pinned or being filled. `gone` gets it where it was ready, pinned or not."""
+    entry.busy &= PINS_ANY
+    entry.flags |= DOOMED
+    for tier, book in table.books.items():
+        if entry.flags & READY[tier]:
+            gone[tier].append(entry)
+            if not entry.busy & PINS[tier]:
+                pages[tier].append(table.release(entry, book))

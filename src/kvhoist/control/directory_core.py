@@ -130,9 +130,11 @@ class DirectoryCore:
 
     def _unreserve(self, filling: Sequence[Entry], book: TierBook) -> None:
         """Take the reservations of copies being filled back: the copies, their pins and their pages."""
-        for entry in filling:
+        pages: list[int] = []
+        for entry in reversed(filling):
             entry.busy -= PIN[book.tier]
-        book.ids.free([self._table.drop(entry, book) for entry in reversed(filling)])
+            pages.append(self._table.drop(entry, book))
+        book.ids.free(pages)
         book.num_filling -= len(filling)
 
     def _released(self, entry: Entry, tier: Tier) -> None:

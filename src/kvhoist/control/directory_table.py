@@ -57,6 +57,7 @@ class EntryTable:
         self.columns: tuple[array[int], ...] = tuple(array("i") for _ in Tier)
         self.books: dict[Tier, TierBook] = {}
         self._spare: list[Entry] = untrack([])
+        self.spare = self._spare.append
 
     @property
     def num_entries(self) -> int:
