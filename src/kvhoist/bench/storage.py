@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import shutil
 import statistics
 import tempfile
@@ -49,10 +50,10 @@ def run(
 
     Per page size: medians over rounds in GiB/s of `plain` (16 MiB reads and writes of one file), `store` (FileStore
     alone, one batch after the other) and `pool` (through StorageIO, checksums made and verified, two batches in
-    flight); `ratio` is the median of the ratios to `plain` of the same round, `ratio_of_best` that of the best rounds,
-    which a busy machine disturbs less. `num_pages` pages are re-indexed.
+    flight); `ratio` is that of the medians, `ratio_of_best` that of the best rounds, which a machine that others use
+    disturbs less. The arms take turns in random order. `num_pages` pages are re-indexed.
     """
-    rounds, total_bytes = (1, 64 << 20) if smoke else (7, 512 << 20)
+    rounds, total_bytes = (1, 64 << 20) if smoke else (9, 512 << 20)
     num_pages = min(num_pages, 2000) if smoke else num_pages
     with tempfile.TemporaryDirectory(prefix="kvhoist-bench-", dir=folder) as scratch:
         sizes = [
@@ -67,15 +68,19 @@ def run(
 def _measure_size(scratch: Path, page_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
     batch = np.random.default_rng(0).integers(0, 256, BATCH_PAGES * page_bytes, dtype=np.uint8)
     num_batches = total_bytes // batch.nbytes
-    arms: dict[str, Callable[[Path, Any, int, int], tuple[float, float]]] = {
+    # One set of buffers for all arms: memory that an arm is the first to touch would be charged to that arm.
+    targets = [np.ones_like(batch) for _ in range(_IN_FLIGHT)]
+    arms: dict[str, Callable[[Path, Any, list[Any], int, int], tuple[float, float]]] = {
         "plain": _plain,
         "store": _store,
         "pool": _pool,
     }
     rates: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
-    for turn in range(rounds):
-        for arm in _rotated(list(arms), turn):  # whoever comes first finds another disk than who comes last
-            seconds = arms[arm](scratch / arm, batch, page_bytes, num_batches)
+    order = random.Random(0)
+    for _ in range(rounds):
+        for arm in order.sample(list(arms), len(arms)):
+            os.sync()  # else an arm pays for what the one before it wrote or deleted
+            seconds = arms[arm](scratch / arm, batch, targets, page_bytes, num_batches)
             rates[arm].append((num_batches * batch.nbytes / seconds[0], num_batches * batch.nbytes / seconds[1]))
             shutil.rmtree(scratch / arm)
     figures = {name: _figures(rates, i) for i, name in enumerate(("write", "read"))}
@@ -84,12 +89,10 @@ def _measure_size(scratch: Path, page_bytes: int, total_bytes: int, rounds: int)
 
 def _figures(rates: dict[str, list[tuple[float, float]]], column: int) -> dict[str, Any]:
     by_arm = {arm: [rate[column] for rate in rows] for arm, rows in rates.items()}
-    ratios = {
-        arm: statistics.median(a / b for a, b in zip(by_arm[arm], by_arm["plain"], strict=True))
-        for arm in ("store", "pool")
-    }
+    medians = {arm: statistics.median(rows) for arm, rows in by_arm.items()}
+    ratios = {arm: medians[arm] / medians["plain"] for arm in ("store", "pool")}
     return {
-        "gib_per_s": {arm: round(statistics.median(rows) / (1 << 30), 3) for arm, rows in by_arm.items()},
+        "gib_per_s": {arm: round(median / (1 << 30), 3) for arm, median in medians.items()},
         "ratio": {arm: round(ratio, 3) for arm, ratio in ratios.items()},
         "ratio_of_best": {arm: round(max(by_arm[arm]) / max(by_arm["plain"]), 3) for arm in ratios},
         "target_ratio": TARGET_RATIO,
@@ -97,7 +100,7 @@ def _figures(rates: dict[str, list[tuple[float, float]]], column: int) -> dict[s
     }
 
 
-def _plain(folder: Path, batch: Any, page_bytes: int, num_batches: int) -> tuple[float, float]:
+def _plain(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int) -> tuple[float, float]:
     folder.mkdir()
     view = memoryview(batch)
     pieces = [view[i : i + _PLAIN_BYTES] for i in range(0, len(view), _PLAIN_BYTES)]
@@ -111,7 +114,7 @@ def _plain(folder: Path, batch: Any, page_bytes: int, num_batches: int) -> tuple
         os.fdatasync(fd)
         written_s = time.perf_counter() - begin
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        target = memoryview(np.ones_like(batch))
+        target = memoryview(targets[0])
         begin = time.perf_counter()
         for number in range(num_batches):
             for i in range(len(pieces)):
@@ -122,7 +125,7 @@ def _plain(folder: Path, batch: Any, page_bytes: int, num_batches: int) -> tuple
         os.close(fd)
 
 
-def _store(folder: Path, batch: Any, page_bytes: int, num_batches: int) -> tuple[float, float]:
+def _store(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int) -> tuple[float, float]:
     blobs = _pages_of(batch, page_bytes)
     keys = [_keys(number, len(blobs)) for number in range(num_batches)]
     sealer = Sealer()
@@ -134,7 +137,7 @@ def _store(folder: Path, batch: Any, page_bytes: int, num_batches: int) -> tuple
     _sync(folder)
     written_s = time.perf_counter() - begin
     _drop_cache(folder)
-    buffers = _pages_of(np.ones_like(batch), page_bytes)
+    buffers = _pages_of(targets[0], page_bytes)
     begin = time.perf_counter()
     for row in keys:
         _demand(None not in store.get(row, buffers))
@@ -143,19 +146,19 @@ def _store(folder: Path, batch: Any, page_bytes: int, num_batches: int) -> tuple
     return written_s, read_s
 
 
-def _pool(folder: Path, batch: Any, page_bytes: int, num_batches: int) -> tuple[float, float]:
+def _pool(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int) -> tuple[float, float]:
     blobs = _pages_of(batch, page_bytes)
     keys = [_keys(number, len(blobs)) for number in range(num_batches)]
     store = FileStore(folder, capacity=_capacity(batch, num_batches))
     io = StorageIO(store, Sealer())
-    targets = [_pages_of(np.ones_like(batch), page_bytes) for _ in range(_IN_FLIGHT)]
+    buffers = [_pages_of(target, page_bytes) for target in targets]
     begin = time.perf_counter()
     _pipeline(lambda number: io.persist(keys[number], blobs), num_batches)
     _sync(folder)
     written_s = time.perf_counter() - begin
     _drop_cache(folder)
     begin = time.perf_counter()
-    _pipeline(lambda number: io.prefetch(keys[number], targets[number % _IN_FLIGHT]), num_batches)
+    _pipeline(lambda number: io.prefetch(keys[number], buffers[number % _IN_FLIGHT]), num_batches)
     read_s = time.perf_counter() - begin
     io.close()
     store.close()
@@ -200,10 +203,6 @@ def _measure_reindex(scratch: Path, num_pages: int) -> dict[str, Any]:
         "target_seconds": TARGET_REINDEX_S,
         "passed": median_s <= TARGET_REINDEX_S,
     }
-
-
-def _rotated(names: list[str], by: int) -> list[str]:
-    return names[by % len(names) :] + names[: by % len(names)]
 
 
 def _pages_of(batch: Any, page_bytes: int) -> list[Buffer]:
