@@ -94,6 +94,18 @@ def test_a_failed_page_says_why_and_what_happened_last_counts() -> None:
     assert "could not be brought to host" in miss.text
 
 
+def test_a_page_that_left_the_device_also_says_why_the_host_has_none() -> None:
+    made, space = directory()
+    fill(made, space, A, DEVICE)
+    made.fail(made.reserve(space, A, 0, 4, HOST), HOST, "offload: disk on fire")
+    made.evict(DEVICE, 4, for_whom="request 9")
+    miss = explained(made, space).miss
+    assert (miss.kind, miss.tier, miss.reason) == (MissKind.EVICTED, "device", "request 9")
+    assert "was evicted from device" in miss.text
+    assert "Before that it could not be brought to host" in miss.text
+    assert "offload: disk on fire" in miss.text
+
+
 def test_a_page_being_filled_is_not_yet_a_hit_and_says_so() -> None:
     made, space = directory()
     made.reserve(space, A, 0, 2, HOST)
@@ -148,10 +160,10 @@ def test_the_history_is_bounded_in_pages_and_the_last_event_of_a_page_wins() -> 
     for number in range(10):
         history.note(What.EVICTED, 0, HOST, [bytes([number]), bytes([number + 100])], f"r{number}")
         assert history.num_pages <= 5
-    assert history.last(0, b"\x00") is None
-    assert history.last(1, b"\x09") is None
+    assert history.trail(0, b"\x00") == []
+    assert history.trail(1, b"\x09") == []
     history.note(What.FAILED, 0, HOST, [b"\x09"], "torn")
-    last = history.last(0, b"\x09")
+    (last,) = history.trail(0, b"\x09")
     assert last is not None
     assert (last.what, last.text) == (What.FAILED, "torn")
     history.note(What.CLEARED, 0, HOST, [bytes([n]) for n in range(200)], "")
@@ -161,6 +173,6 @@ def test_the_history_is_bounded_in_pages_and_the_last_event_of_a_page_wins() -> 
 def test_a_history_of_nothing_remembers_nothing_and_a_negative_one_is_refused() -> None:
     history = History(0)
     history.note(What.EVICTED, 0, HOST, [b"k"], "")
-    assert history.last(0, b"k") is None
+    assert history.trail(0, b"k") == []
     with pytest.raises(ConfigError, match="history_pages"):
         History(-1)

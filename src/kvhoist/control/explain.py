@@ -40,8 +40,9 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why page `page` is a miss. `text` is for people; `tier`, `when` (seconds of the wall clock) and `reason` (for
-    whom, or why) where they are known, `fields` are those in which the other namespace differs."""
+    """Why page `page` is a miss. `text` is for people and tells the last event of every tier; `kind`, `tier`, `when`
+    (seconds of the wall clock) and `reason` (for whom, or why) are the latest one's, where they are known; `fields` are
+    those in which the other namespace differs."""
 
     kind: MissKind
     page: int
@@ -134,9 +135,9 @@ def _miss(
     if filling:
         text = f"Page {page} is being filled in {' and '.join(filling)}: it becomes a hit when that is confirmed."
         return Miss(MissKind.FILLING, page, text, tier=filling[0])
-    happened = history.last(space.serial, key)
-    if happened is not None:
-        return _from_history(page, happened)
+    trail = history.trail(space.serial, key)
+    if trail:
+        return _from_history(page, trail)
     for other in others:
         entry = table.entry(other, key)
         if entry is not None and entry.flags & READY_ANY:
@@ -147,7 +148,13 @@ def _miss(
     return Miss(MissKind.NEVER_SEEN, page, text)
 
 
-def _from_history(page: int, happened: Happened) -> Miss:
+def _from_history(page: int, trail: Sequence[Happened]) -> Miss:
+    last, *earlier = trail
+    text = f"Page {page} {_told(last)}." + "".join(f" Before that it {_told(happened)}." for happened in earlier)
+    return Miss(_KINDS[last.what], page, text, str(last.tier), last.when, last.text or None)
+
+
+def _told(happened: Happened) -> str:
     tier, reason = str(happened.tier), happened.text
     when = datetime.fromtimestamp(happened.when).astimezone().isoformat(sep=" ", timespec="seconds")
     because = f": {reason}" if reason else ""
@@ -158,8 +165,7 @@ def _from_history(page: int, happened: Happened) -> Miss:
         What.CLEARED: f"was cleared from {tier} at {when}",
         What.DROPPED: f"was taken out of {tier} at {when}{because}",
     }
-    text = f"Page {page} {texts[happened.what]}."
-    return Miss(_KINDS[happened.what], page, text, tier, happened.when, reason or None)
+    return texts[happened.what]
 
 
 def _remainder(num_tokens: int, page_tokens: int) -> str:

@@ -63,9 +63,10 @@ class History:
         while self._num_pages > self.max_pages:
             self._num_pages -= len(self._records.popleft()[5])
 
-    def last(self, space: int, key: bytes) -> Happened | None:
-        """Return the last thing that happened to a page, None if nothing did or it is too long ago."""
+    def trail(self, space: int, key: bytes) -> list[Happened]:
+        """Return the last thing that happened to a page in each tier, latest first; none if it is too long ago."""
+        found: dict[int, Happened] = {}
         for serial, tier, what, when, text, keys in reversed(self._records):
-            if serial == space and key in keys:
-                return Happened(What(what), Tier(tier), when, text)
-        return None
+            if serial == space and tier not in found and key in keys:
+                found[tier] = Happened(What(what), Tier(tier), when, text)
+        return list(found.values())
