@@ -53,6 +53,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _MLA),
 }
 FAMILIES = tuple(_CONFIGS)
+_CONFIGS["gpt2"] = ("GPT2Config", {})  # learned positions; not in every test
 
 
 def tiny_config(family: str, **changes: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import PAGE_TOKENS, VOCABULARY, Wrap, prompt_of, push_out, tiny_config, tiny_model
+from tiny_models import PAGE_TOKENS, VOCABULARY, Wrap, family_model, prompt_of, push_out, tiny_config, tiny_model
 
 from kvhoist.adapters.transformers import CachedModel, Sampling
 from kvhoist.config import CacheConfig
@@ -74,7 +74,7 @@ def test_a_prompt_longer_than_the_pool_is_answered_and_cached_as_far_as_there_is
         cached.cache.flush()
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=5), data=st.data())
 def test_a_batch_gives_each_prompt_what_it_gives_alone(
     any_model: Any, lengths: list[tuple[int, int]], data: st.DataObject
@@ -92,6 +92,14 @@ def test_a_batch_gives_each_prompt_what_it_gives_alone(
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_padding_is_invisible_in_every_attention_implementation(wrap: Wrap, attention: str) -> None:
     model = tiny_model(tiny_config("llama", attn_implementation=attention))
+    cached = wrap(model)
+    prompts = [prompt_of(50), prompt_of(3, seed=1), prompt_of(17, seed=2)]
+    cached.generate(prompts[0], NINE)
+    assert [g.tokens for g in cached.generate_batch(prompts, NINE)] == [_expected(model, p) for p in prompts]
+
+
+def test_learned_positions_count_a_rows_own_tokens(wrap: Wrap) -> None:
+    model = family_model("gpt2")
     cached = wrap(model)
     prompts = [prompt_of(50), prompt_of(3, seed=1), prompt_of(17, seed=2)]
     cached.generate(prompts[0], NINE)

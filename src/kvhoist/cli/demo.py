@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,13 +49,13 @@ def demo(
     Every answer is compared with (a) the same computation on a prefix that was simply kept in memory, logits and KV to
     the bit, and (b) recomputing everything, token by token. Exit code 1: something differed.
     """
-    parse_bytes(host_bytes, name="--host-bytes")
+    num_host_bytes = parse_bytes(host_bytes, name="--host-bytes")
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError("unknown --dtype", got=dtype, choices=["float32", "bfloat16"])
     if plot is not None and not plot.absolute().parent.is_dir():
         raise ConfigError("the folder of --plot is not there", got=str(plot.absolute().parent))
-    with _store_folder(folder) as place:
-        result = _run(model, dtype, place, host_bytes, device_tokens, page_tokens, new_tokens)
+    with _store_folder(folder) as place, redirect_stdout(sys.stderr):  # results alone go to stdout
+        result = _run(model, dtype, place, num_host_bytes, device_tokens, page_tokens, new_tokens)
     if plot is not None:
         from kvhoist.demo.plot import plot_turns
 
@@ -66,7 +67,7 @@ def demo(
 
 
 def _run(
-    model: str | None, dtype: str, folder: Path, host_bytes: str, device_tokens: int, page_tokens: int, new_tokens: int
+    model: str | None, dtype: str, folder: Path, host_bytes: int, device_tokens: int, page_tokens: int, new_tokens: int
 ) -> DemoResult:
     with progress_bar() as bar:
         task = bar.add_task("starting", total=None)
@@ -138,7 +139,7 @@ def _show(result: DemoResult, *, as_json: bool) -> None:
         table.add_row(*_cells(turn))
     table.add_section()
     table.add_row(*_cells(result.restarted))
-    host, disk = result.to_dict()["ttft_speedup_host"], result.ttft_speedup_disk
+    host, disk = result.ttft_speedup_host, result.ttft_speedup_disk
     out = side_console() if as_json else console()
     out.print(table)
     out.print(f"The last row is a new process on the same folder, {result.restarted.disk_tokens} tokens from disk.")

@@ -29,7 +29,7 @@ class DemoOptions:
     folder: Path
     dtype: str = "float32"
     device_tokens: int = 2560
-    host_bytes: int | str = "200MiB"
+    host_bytes: int = 200 << 20
     page_tokens: int = 32
     new_tokens: int = 24
 
