@@ -10,9 +10,9 @@ from tiny_models import make_tokenizer, tiny_config, tiny_model
 from typer.testing import CliRunner
 
 from kvhoist.cli import app
+from kvhoist.demo import restart, session, whole
 from kvhoist.demo.conversations import SCHEDULE, conversations
 from kvhoist.demo.restart import drop_page_cache
-from kvhoist.demo.session import Session
 
 _MODEL_SIZES = {"hidden_size": 32, "max_position_embeddings": 16384}
 
@@ -62,9 +62,10 @@ def test_every_tier_serves_and_all_is_identical(checkpoint: Path, tmp_path: Path
     assert again.exit_code == 2  # the folder is not empty any more
 
 
-@pytest.mark.timeout(600)
 def test_a_difference_is_an_exit_code(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "expected_digest", lambda *_: "another")
+    monkeypatch.setattr(session, "SCHEDULE", ("Ann",))
+    monkeypatch.setattr(whole, "answer_in_new_process", restart.answer)
+    monkeypatch.setattr(session.Session, "expected_digest", lambda *_: "another")
     done = CliRunner().invoke(app, [*_arguments(checkpoint, tmp_path / "kv")])
     assert done.exit_code == 1
     assert "NO" in done.stdout
