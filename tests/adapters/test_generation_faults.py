@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -71,6 +73,24 @@ def test_an_error_of_the_model_gives_every_page_back(llama: Any, wrap: Wrap, fai
     cached.cache.flush()
     cached.cache.audit()
     assert cached.generate(prompt, NINE).tokens == _expected(llama, prompt)
+
+
+def test_an_ended_stream_holds_no_kv(llama: Any, wrap: Wrap) -> None:
+    cached = wrap(llama)
+    forward, seen = cached.forward, []
+
+    class Watching:
+        model, shape = forward.model, forward.shape
+
+        def __call__(self, tokens: Any, cache: Any, *rest: Any) -> Any:
+            seen.append(weakref.ref(cache))
+            return forward(tokens, cache, *rest)
+
+    cached.forward = Watching()  # type: ignore[assignment]
+    stream = cached.stream(prompt_of(9), NINE)
+    assert len(list(stream)) == 9
+    gc.collect()
+    assert {reference() for reference in seen} == {None}
 
 
 def test_an_error_while_storing_abandons_the_reservation(

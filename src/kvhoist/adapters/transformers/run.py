@@ -144,6 +144,7 @@ class Run:
                     row.finish_reason = row.finish_reason or "cancelled"
                     if row.lease is not None:
                         row.lease.release()
+                self._cache = None  # a caller who keeps the ended stream keeps no KV by it
 
     def _prefill(self) -> torch.Tensor:
         for row in self.rows:
