@@ -51,8 +51,8 @@ class StorageIO:
     store: whatever the store raises is the reason of the pages of that chunk, and the thread lives on.
 
     Order of work: prefetch and lookup before drop before persist, and with two threads or more one of them never
-    persists, so that a read waits for reads only. Beyond `max_queued_pages` pages that wait to be persisted, a persist
-    is refused at once and whole; reads are never refused. `chunk_bytes` bounds what one thread does in one piece.
+    persists, so that a read waits for reads only. Where a persist would have more than `max_queued_pages` pages wait,
+    the rest of it, in chunks, fails as QUEUE_FULL; reads are never refused. `chunk_bytes` bounds what one thread does in one piece.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StorageIO:
         return self._store
 
     def persist(self, keys: Sequence[StorageKey], blobs: Sequence[Buffer]) -> Future[PageOutcomes]:
-        """Seal and put each blob under its key. Refused at once, every page QUEUE_FULL, beyond `max_queued_pages`."""
+        """Seal and put each blob under its key. What does not fit within `max_queued_pages` fails as QUEUE_FULL."""
         return self._submit(keys, blobs, Urgency.PERSIST, self._persist)
 
     def prefetch(self, keys: Sequence[StorageKey], buffers: Sequence[Buffer]) -> Future[PageOutcomes]:
@@ -153,10 +153,11 @@ class StorageIO:
             Chunk(batch, urgency, first, keys[first:end], flat[first:end], act) for first, end in self._split(flat)
         ]
         if not chunks:
-            batch.refuse("")
-        elif not self._queue.put(chunks):
-            self._count(refused_pages=len(keys))
-            batch.refuse(QUEUE_FULL)
+            batch.close_empty()
+        else:
+            for chunk in chunks[self._queue.put(chunks) :]:
+                self._count(refused_pages=len(chunk.keys))
+                batch.finish(chunk, [QUEUE_FULL] * len(chunk.keys))
         return batch.future
 
     def _split(self, blobs: Sequence[Buffer]) -> list[tuple[int, int]]:

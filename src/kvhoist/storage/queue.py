@@ -65,10 +65,10 @@ class Batch:
                 return
         self.finish(chunk, [CANCELLED] * len(chunk.keys))
 
-    def refuse(self, reason: str) -> None:
-        """Complete the future of a batch that was not queued: every page, if there is one, fails for `reason`."""
+    def close_empty(self) -> None:
+        """Complete the future of a batch of no pages."""
         if self._begin():
-            self.future.set_result(PageOutcomes((reason,) * len(self._reasons)))
+            self.future.set_result(PageOutcomes(()))
 
     def _begin(self) -> bool:
         """Set the future running, or tell those who wait for it (once) that it was cancelled."""
@@ -104,18 +104,21 @@ class ChunkQueue:
         self._running_persists = 0
         self._changed = threading.Condition()
 
-    def put(self, chunks: Sequence[Chunk]) -> bool:
-        """Queue all chunks of one batch, or none: False where there is no room for persists, or when closed."""
-        urgency = chunks[0].urgency
-        num_pages = sum(len(chunk.keys) for chunk in chunks)
+    def put(self, chunks: Sequence[Chunk]) -> int:
+        """Queue the chunks of one batch, as many leading ones as there is room for persists (none when closed), and
+        return how many."""
         with self._changed:
-            full = urgency is Urgency.PERSIST and self._queued_pages[urgency] + num_pages > self._max_persist_pages
-            if full or self.closed:
-                return False
-            self._waiting[urgency].extend(chunks)
-            self._queued_pages[urgency] += num_pages
-            self._changed.notify(len(chunks))
-            return True
+            num_queued = 0
+            for chunk in chunks:
+                num_pages = self._queued_pages[chunk.urgency] + len(chunk.keys)
+                full = chunk.urgency is Urgency.PERSIST and num_pages > self._max_persist_pages
+                if full or self.closed:
+                    break
+                self._waiting[chunk.urgency].append(chunk)
+                self._queued_pages[chunk.urgency] = num_pages
+                num_queued += 1
+            self._changed.notify(num_queued)
+            return num_queued
 
     def take(self) -> Chunk | None:
         """Wait for the next chunk that may run and mark it running; None when closed and nothing is left."""
