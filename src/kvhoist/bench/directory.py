@@ -1,8 +1,8 @@
 """The directory of a million pages against its targets: `python -m kvhoist.bench.directory` prints JSON.
 
 Beside it, in the same run: a plain dict of the same keys, the floor of any index in Python, and SHA-256 hashing.
-Medians are of single calls by the wall clock. The longest call is judged by the thread's CPU clock, so that another
-process on the machine is not taken for a stall; its wall time stands beside it.
+Medians are of single calls by the wall clock. The longest call is the longest of all, or an ordinary one into which a
+full garbage collection falls; by the thread's CPU clock, so that no other process is taken for a stall.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _inserts(num_pages: int) -> list[dict[str, Any]]:
         _insert_figure("insert_evict_agentic", mix, 4.0, floor),
         _figure(
             "longest_call",
-            (longest + full_gc) * 1e3,
+            max(longest, full_gc + statistics.median(churn.cpu)) * 1e3,
             "ms",
             60,
             detail={"call_cpu": longest * 1e3, "call_wall": longest_wall * 1e3, "full_collection": full_gc * 1e3},

@@ -130,12 +130,14 @@ class Directory(DirectoryCore):
         if not num_wanted:
             return []
         book.policy.admit(space, [entry.key for entry in lacking] + list(keys[max(known, start) : stop]))
-        if book.ids.num_free < num_wanted:
-            self._make_room(book, num_wanted - book.ids.num_free, tip, for_whom)
+        num_free = book.ids.num_free
+        pages: list[int] = []
+        if num_free < num_wanted:
+            pages = self._make_room(book, num_wanted - num_free, tip, for_whom)
             if not self._still_there(tip):
                 known, tip, lacking = self._survey(space, keys, start, stop, tier)
-        num_pages = min(num_wanted, book.ids.num_free)
-        pages = book.ids.allocate(num_pages)
+        pages += book.ids.allocate(min(num_wanted - len(pages), num_free))
+        num_pages = len(pages)
         entries = lacking[:num_pages]
         for entry, page in zip(entries, pages, strict=False):
             self._table.hold(entry, page, book)
@@ -224,6 +226,7 @@ class Directory(DirectoryCore):
             gone, pages = self._evict(book, num_pages - len(evicted), for_whom)
             if not gone:
                 break
+            book.ids.free(pages)
             evicted += zip([entry.key for entry in gone], pages, strict=True)
         return evicted
 

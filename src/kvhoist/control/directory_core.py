@@ -84,34 +84,40 @@ class DirectoryCore:
         """Tell whether a chain surveyed before is as it was: the last entry, if there was one, holds all before it."""
         return tip is None or self._table.is_current(tip)
 
-    def _make_room(self, book: TierBook, num_pages: int, tip: Entry | None, for_whom: str) -> None:
-        """Evict up to `num_pages`, but neither `tip` nor any page above it."""
+    def _make_room(self, book: TierBook, num_pages: int, tip: Entry | None, for_whom: str) -> list[int]:
+        """Evict up to `num_pages`, but neither `tip` nor any page above it. Returns their page ids, still held."""
         held, pin = HELD[book.tier], PIN[book.tier]
         while tip is not None and not tip.flags & held:
             tip = tip.parent
         if tip is not None:
             tip.busy += pin
+        pages: list[int] = []
         try:
-            while num_pages > 0 and (pages := self._evict(book, num_pages, for_whom)[1]):
-                num_pages -= len(pages)
+            while len(pages) < num_pages and (more := self._evict(book, num_pages - len(pages), for_whom)[1]):
+                pages += more
+        except PolicyError:
+            book.ids.free(pages)
+            raise
         finally:
             if tip is not None:
                 tip.busy -= pin
                 if is_leaf(tip, book.tier):
                     book.policy.exposed(tip)
+        return pages
 
     def _evict(self, book: TierBook, num_pages: int, for_whom: str) -> tuple[list[Entry], list[int]]:
+        """Evict up to `num_pages` of the policy's choice. Returns them and their page ids, still held."""
         victims = book.policy.choose(num_pages)
         if len(victims) > num_pages:
             victims = victims[:num_pages]
         pages = self._table.evict(victims, book)
         gone = victims if len(victims) == len(pages) else victims[: len(pages)]
-        book.ids.free(pages)
         book.num_evicted += len(pages)
         book.policy.removed(gone)
         if book.tier is not Tier.STORAGE:
             self._note_gone(gone, book.tier, What.EVICTED, for_whom)
         if gone is not victims:
+            book.ids.free(pages)
             raise nonsense(book, victims[len(pages)])
         return gone, pages
 
@@ -150,7 +156,7 @@ class DirectoryCore:
         book = self._books[Tier.STORAGE]
         lacking = self._without_hint(space, keys)
         if book.ids.num_free < len(lacking):
-            self._make_room(book, len(lacking) - book.ids.num_free, None, "")
+            book.ids.free(self._make_room(book, len(lacking) - book.ids.num_free, None, ""))
             lacking = self._without_hint(space, keys)
         del lacking[book.ids.num_free :]
         for entry, number in zip(lacking, book.ids.allocate(len(lacking)), strict=True):

@@ -159,14 +159,18 @@ class EntryTable:
         pages: list[int] = []
         append = pages.append
         exposed: Entry | None = None
+        left = 0
         for entry in victims:
-            if type(entry) is not Entry:
-                break
-            flags, busy, row = entry.flags, entry.busy, entry.row
-            if not flags & ready or (busy and busy & busy_bits) or row >= num_rows or rows[row] is not entry:
-                break
-            if exposed is not None and exposed is not entry:
-                book.policy.exposed(exposed)
+            if exposed is not None and entry is exposed:  # the parent of the page before: just now become a leaf
+                flags, busy, row = entry.flags, left, entry.row
+            else:
+                if type(entry) is not Entry:
+                    break
+                flags, busy, row = entry.flags, entry.busy, entry.row
+                if not flags & ready or (busy and busy & busy_bits) or row >= num_rows or rows[row] is not entry:
+                    break
+                if exposed is not None:
+                    book.policy.exposed(exposed)
             exposed = None
             append(column[row])
             entry.flags = flags = flags & kept_flags

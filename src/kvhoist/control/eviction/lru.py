@@ -66,14 +66,16 @@ class LruPolicy(EvictionPolicy):
         for _ in range(num_pages - len(victims)):
             append(victim)
             node = victim.parent
-            while node is not None:
-                num_lost = lost.get(node, 0) + 1 if lost else 1
-                if node.busy & busy_bits != num_lost * child:
-                    lost[node] = num_lost
-                    return
-                if node.flags & held:
-                    break
-                node = node.parent
+            num_lost = 1
+            if node is not None and (node.busy != child or lost or not node.flags & held):
+                while node is not None:
+                    num_lost = lost.get(node, 0) + 1
+                    if node.busy & busy_bits != num_lost * child:
+                        lost[node] = num_lost
+                        return
+                    if node.flags & held:
+                        break
+                    node = node.parent
             if node is None:
                 return
             if node.stamp > stamp:
