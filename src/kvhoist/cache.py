@@ -168,6 +168,7 @@ class HierarchicalCache(TierMoves):
                 tokens = {name: n * self.group.page_tokens for name, n in way.finish(len(pages)).items()}
                 if self._plane.policy.when is WriteWhen.WRITE_THROUGH_SELECTIVE and pages:
                     self._plane.write(match.space, match.keys, 0, len(pages), for_whom=for_whom)
+                self._plane.write_left_out(match.space, match.keys, len(pages), for_whom=for_whom)
                 self._binding.dispatch()
                 way.pins.release([Tier.HOST])
         except BaseException:

@@ -192,6 +192,21 @@ def test_a_failed_offload_is_never_visible_and_returns_its_pages(monkeypatch):
         assert engine.run(PROMPT)["host"] == 40
 
 
+def test_pages_for_which_the_host_had_no_room_are_offloaded_at_their_next_hit(monkeypatch):
+    switch = Switch(monkeypatch, "page_first_direct")
+    with TinyEngine(device_pages=24, host_pages=10) as engine:
+        switch.gate.clear()
+        engine.run([*OTHER, 7])
+        engine.run(PROMPT)
+        switch.gate.set()
+        settle(engine)
+        assert engine.cache.stats().jobs["offload"]["pages"] == 10
+        engine.run(PROMPT)
+        settle(engine)
+        engine.cache.evict("device", 24)
+        assert engine.run(PROMPT)["host"] == 40
+
+
 def test_a_failed_load_is_recomputed(monkeypatch):
     switch = Switch(monkeypatch, "device")
     with TinyEngine(device_pages=16, host_pages=16) as engine:
@@ -434,9 +449,9 @@ def test_threads_that_share_prefixes_always_read_right_bytes(policy, eviction, t
         for thread in threads:
             thread.join(120)
         assert not problems, problems[0]
-        for _ in range(2):
+        for _ in range(3):
             engine.run(PROMPT)
-        settle(engine)
+            settle(engine)
         engine.cache.evict("device", 40)
         assert engine.run(PROMPT)["device"] == 0
         settle(engine)

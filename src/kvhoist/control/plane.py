@@ -18,6 +18,7 @@ from kvhoist.geometry import CacheGroup
 from kvhoist.messages import Completion, Job, JobKind
 
 _LOOKUPS_REMEMBERED = 4096
+_MOST_LEFT_OUT = 1 << 16
 
 
 class ControlPlane:
@@ -50,6 +51,7 @@ class ControlPlane:
         self._lookup_ttl_s = lookup_ttl_s
         self.flights = Flights(directory, self.tracker, device_owned=device_owned)
         self._hits = HitCounter(max_keys=1 << 18)
+        self._left_out: set[bytes] = set()
         self._asked: dict[tuple[bytes, bytes], float] = {}
 
     def space(self, namespace: Namespace, group_index: int = 0) -> Space:
@@ -110,6 +112,15 @@ class ControlPlane:
             if start >= stop:
                 return None
         return self.offload(space, keys, start, stop, device_blocks, for_whom=for_whom)
+
+    def write_left_out(self, space: Space, keys: Sequence[bytes], stop: int, *, for_whom: str = "") -> list[Job]:
+        """Offload those of keys[:stop], ready on an owned device, for which an earlier offload found no room."""
+        if not self._left_out:
+            return []
+        lacking = runs(0, stop, lambda i: keys[i] in self._left_out)
+        self._left_out.difference_update(keys[:stop])
+        jobs = [self.offload(space, keys, low, high, for_whom=for_whom) for low, high in lacking]
+        return [job for job in jobs if job is not None]
 
     def load(
         self,
@@ -276,3 +287,6 @@ class ControlPlane:
                 left.append(key)
         if left:
             self.directory.note_skipped(space, left, "the host tier had no page to give: all are pinned or in flight")
+            if len(self._left_out) > _MOST_LEFT_OUT:
+                self._left_out.clear()
+            self._left_out.update(left)
