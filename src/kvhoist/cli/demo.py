@@ -40,7 +40,7 @@ def demo(
     host_bytes: Annotated[str, typer.Option("--host-bytes", help="The host tier.")] = "200MiB",
     device_tokens: Annotated[int, typer.Option("--device-tokens", min=1, help="The device pool, in tokens.")] = 2560,
     page_tokens: Annotated[int, typer.Option("--page-tokens", min=1, help="Tokens a page.")] = 32,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens an answer.")] = 24,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens an answer.")] = 16,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, as .png, .svg or .pdf.")] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -31,7 +31,7 @@ class DemoOptions:
     device_tokens: int = 2560
     host_bytes: int = 200 << 20
     page_tokens: int = 32
-    new_tokens: int = 24
+    new_tokens: int = 16
 
     def open(self) -> CachedModel:
         """Load the model and bind it to the store in `folder`."""
