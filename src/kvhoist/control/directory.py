@@ -14,7 +14,7 @@ from kvhoist.control.eviction.base import is_leaf
 from kvhoist.control.explain import Explanation, explain_keys
 from kvhoist.control.history import What
 from kvhoist.control.namespace import Namespace
-from kvhoist.control.tiers import BUSY, DOOMED, HELD, PIN, PINS, READY, READY_ANY, Tier
+from kvhoist.control.tiers import BUSY, CHILD, DOOMED, HELD, PIN, PINS, READY, READY_ANY, Tier
 from kvhoist.errors import ConfigError
 
 __all__ = ["Directory", "Entry", "Event", "Space"]
@@ -152,7 +152,7 @@ class Directory(DirectoryCore):
         """Make copies that were being filled ready, and take the reservation's pin back. Returns those now ready: one
         whose space was cleared meanwhile vanishes instead. Raises PageIdError for a copy that is not being filled."""
         book = self._book(tier)
-        held, ready, pin, busy_bits = HELD[tier], READY[tier], PIN[tier], BUSY[tier]
+        held, ready, pin, child, busy_bits = HELD[tier], READY[tier], PIN[tier], CHILD[tier], BUSY[tier]
         state_bits = held | ready | DOOMED
         self._stamp = stamp = self._stamp + 1
         published: list[Entry] = []
@@ -162,7 +162,7 @@ class Directory(DirectoryCore):
         append = published.append
         for entry in entries:
             flags = entry.flags
-            if flags & state_bits != held:
+            if flags != held and flags & state_bits != held:
                 if flags & state_bits != held | DOOMED:
                     wrong = entry
                     break
@@ -173,7 +173,7 @@ class Directory(DirectoryCore):
             entry.busy = busy
             entry.stamp = stamp
             append(entry)
-            if not busy or not busy & busy_bits:
+            if busy != child and not busy & busy_bits:
                 leaves.append(entry)
         book.policy.inserted(published)
         for leaf in leaves:
