@@ -36,7 +36,7 @@ class Conversation:
 
 SCHEDULE = (
     *("Ann", "Ben", "Dora", "Ann", "Cleo", "Dora", "Ben"),
-    *("Ann", "Dora", "Cleo", "Ben", "Dora", "Cleo", "Ann"),
+    *("Ann", "Dora", "Cleo", "Ben", "Ann"),
 )
 """Who asks, turn by turn. After a restart Ann asks once more."""
 

@@ -22,6 +22,7 @@ from kvhoist.adapters.transformers.prefix import Prefixes
 from kvhoist.adapters.transformers.report import GenerationReport
 from kvhoist.adapters.transformers.sampling import Sampler, Sampling
 from kvhoist.adapters.transformers.shape import CacheShape, cache_keyword
+from kvhoist.control.keys import TokenChain
 from kvhoist.lease import Lease
 
 _SPARE_TOKENS = 256  # room for generated tokens that is set aside at first
@@ -64,6 +65,7 @@ class Row:
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self.lease: Lease | None = None
+        self.chain: TokenChain | None = None
         self.num_cached = 0
         self.num_computed = 0  # tokens whose KV stands in the contiguous cache
         self.tokens_by_tier: dict[str, int] = {}
@@ -76,7 +78,8 @@ class Row:
         return (self.prompt + self.tokens)[: self.num_computed]
 
     def acquire(self, prefixes: Prefixes) -> None:
-        self.lease = prefixes.acquire(self.prompt, self.salt)
+        self.chain = prefixes.chain(self.salt)
+        self.lease = prefixes.acquire(self.prompt, self.chain)
         self.num_cached = self.lease.num_tokens
         self.tokens_by_tier = dict(self.lease.tokens_by_tier)
 
@@ -207,10 +210,10 @@ class Run:
     def _store(self) -> None:
         """Keep every row's whole pages as far as they were computed."""
         for index, row in enumerate(self.rows):
-            if row.lease is None or row.num_computed == row.num_stored:
+            if row.lease is None or row.chain is None or row.num_computed == row.num_stored:
                 continue
             column = self._prompt_end - len(row.prompt)
-            row.stored_pages += self._prefixes.store(row.computed, row.lease, row.salt, self._cache, index, column)
+            row.stored_pages += self._prefixes.store(row.computed, row.lease, row.chain, self._cache, index, column)
             row.num_stored = row.num_computed
 
     def _tensor(self, values: list[list[int]]) -> torch.Tensor:
