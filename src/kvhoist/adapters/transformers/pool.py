@@ -29,18 +29,19 @@ class PagedPool:
         self.pool_bytes = num_pages * shape.group.page_bytes
         _check_fits(self.pool_bytes, shape.device, num_pages * self.page_tokens)
         self.tensors: dict[str, list[torch.Tensor]] = {
-            component.name: [self._empty(component.name).zero_() for _ in component.layers]
+            component.name: list(self._empty(component.name, len(component.layers)).zero_().unbind(0))
             for component in shape.group.components
         }
         self.device_cache: DeviceCache = read_device_layout(
             shape.group, self.tensors, "slot head dim", name="the transformers pool"
         )
 
-    def _empty(self, component: str) -> torch.Tensor:
+    def _empty(self, component: str, num_layers: int) -> torch.Tensor:
+        """Return one allocation for all layers: at one pitch, a page of many layers is one strided copy."""
         parts = [part for part in self.shape.parts if part.component == component]
         heads, dim = (parts[0].num_heads, parts[0].head_dim) if len(parts) == 1 else (1, _row_elements(parts))
         slots = self.num_pages * self.page_tokens
-        return torch.empty((slots, heads, dim), dtype=self.shape.dtype, device=self.shape.device)
+        return torch.empty((num_layers, slots, heads, dim), dtype=self.shape.dtype, device=self.shape.device)
 
     def _rows(self, part: CachedPart, layer: int) -> torch.Tensor:
         """Return the view `[num_pages, page_tokens, heads, head_dim]` of one cached tensor's elements."""
