@@ -13,8 +13,8 @@ class CacheConfig:
     """The options of a `HierarchicalCache`; validated here or, for names, when the cache is built (PolicyError).
 
     write_policy: `write_through`, `write_through_selective` (after `min_hits` hits), `write_back` (owned device only).
-    eviction: `lru`, `slru`, `lfu`, `arc` or a function that makes a policy (`kvhoist.control.eviction`), of the host tier
-        and of an owned device tier.
+    eviction: `lru`, `slru`, `lfu`, `arc`, or a function that makes a policy (`kvhoist.control.eviction`), of the
+        host tier and of an owned device tier.
     device_owned: kvhoist gives out and evicts the device pages; False where the engine does.
     lookup_timeout_s: how long `match` waits for storage to say what it holds; 0 never waits.
     acquire_timeout_s: how long `acquire` waits for pages on their way; what is late is recomputed.
