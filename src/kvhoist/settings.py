@@ -25,6 +25,17 @@ _MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
 
 
+def user_path(text: str | Path) -> Path:
+    """Return `text` as a path, a leading `~` or `~user` replaced. Raises ConfigError where there is no such home."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{str(text)!r} begins with the home of nobody known here",
+            remedy="Write the path out, or ./~name for a folder of that name.",
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The environment's settings, checked. Does not create `cache_dir`; `store_secret` is not part of the repr."""
@@ -56,7 +67,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 def _cache_dir(env: Mapping[str, str]) -> Path:
     given = env.get("KVHOIST_CACHE_DIR", "")
     if given:
-        path = Path(given).expanduser() if given.startswith("~") else Path(given)
+        path = user_path(given)
         if not path.is_absolute() or (path.exists() and not path.is_dir()):
             raise ConfigError(
                 "KVHOIST_CACHE_DIR cannot be a folder", got=repr(given), expected="an absolute folder path"
@@ -64,7 +75,7 @@ def _cache_dir(env: Mapping[str, str]) -> Path:
         return path
     # The XDG specification has relative paths ignored.
     base = env.get("XDG_CACHE_HOME", "")
-    home = Path(base) if base.startswith("/") else Path(env.get("HOME") or Path.home()) / ".cache"
+    home = Path(base) if base.startswith("/") else Path(env.get("HOME") or user_path("~")) / ".cache"
     return home / "kvhoist"
 
 

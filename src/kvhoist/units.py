@@ -39,7 +39,8 @@ def _read(value: int | str) -> int | None:
         return value
     found = _PATTERN.match(value) if isinstance(value, str) else None
     factor = _FACTORS.get(found[2].lower()) if found else None
-    return int(float(found[1]) * factor) if found and factor else None
+    # A number too large for a float is beyond any limit, too.
+    return int(min(float(found[1]) * factor, 2.0 * _MAX_BYTES)) if found and factor else None
 
 
 def format_bytes(num_bytes: int) -> str:

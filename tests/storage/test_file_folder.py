@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ import pytest
 from kvhoist.errors import StorageError, StoreFormatError, StoreUnavailableError
 from kvhoist.storage import FileStore
 from kvhoist.storage.file.capacity import default_capacity_bytes, segment_bytes_for
+from kvhoist.storage.file.folder import FORMAT_FILE
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -217,3 +219,52 @@ def test_default_capacity_counts_what_the_store_holds_already(stores: Any, pages
 def test_the_number_of_segments_is_bounded(capacity: int) -> None:
     assert segment_bytes_for(capacity) <= max(1, capacity // 8)
     assert capacity // max(1, segment_bytes_for(capacity)) <= 64
+
+
+DEEP = '{"fields":' + "[" * 100_000 + "]" * 100_000 + "}"
+
+
+@pytest.mark.parametrize(
+    "content", [DEEP, '{"fields": {}}', '{"fields": {"a": "' + "x" * (1 << 20) + '"}}', "[]", "\0"]
+)
+def test_a_note_that_is_no_note_is_skipped(stores: Any, pages: Any, content: str) -> None:
+    store = stores.open()
+    store.note_namespace(pages.namespace, {"model_id": "m"})
+    (stores.folder / "namespaces" / ("ab" * 32 + ".json")).write_text(content)
+    (stores.folder / "namespaces" / "abcd.json").write_text('{"fields": {"a": "b"}}')
+    os.mkfifo(stores.folder / "namespaces" / ("cd" * 32 + ".json"))
+    (stores.folder / "namespaces" / ("ef" * 32 + ".json")).mkdir()
+    assert store.namespaces() == {pages.namespace: {"model_id": "m"}}
+
+
+def test_a_description_that_nests_too_deep_is_refused(stores: Any) -> None:
+    stores.open().close()
+    (stores.folder / FORMAT_FILE).write_text(DEEP)
+    with pytest.raises(StoreFormatError, match="Nothing was changed"):
+        stores.open()
+
+
+def test_a_new_folder_is_its_users_alone_and_segments_are_never_for_others(stores: Any, pages: Any) -> None:
+    before = os.umask(0)
+    try:
+        pages.put(stores.open(), [1])
+    finally:
+        os.umask(before)
+    assert stores.folder.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in stores.segments()] == [0o660]
+
+
+def test_a_full_disk_leaves_nothing_behind_and_says_so(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreUnavailableError, match="Free some space"):
+        stores.open()
+    assert list(stores.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_what_cannot_be_a_path_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StorageError, match="cannot be the path of a folder"):
+        FileStore(tmp_path / name)

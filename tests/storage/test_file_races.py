@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvhoist.storage import FileStore
+from kvhoist.storage import FileStore, Sealer
 from kvhoist.storage.file.segment import Segment, file_bytes_of, pitch_of
 
 
@@ -179,3 +180,49 @@ def test_a_slot_that_cannot_be_read_is_a_counted_miss_of_its_page_alone(
     assert pages.read(store, range(6)) == ["good", "good", "good", "missing", "good", "good"]
     assert store.stats().error_pages == store.stats().quarantined_pages == 1
     assert store.exists([pages.key(3)]) == [False]
+
+
+def test_a_page_of_another_process_stored_anew_while_it_is_read_is_a_miss_and_no_damage(
+    stores: Any, pages_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = pages_of(sealer=Sealer(clock=itertools.count(1).__next__))
+    writer = stores.open(capacity=room_for(1, pages.page_bytes))
+    pages.put(writer, [1])
+    reader = stores.open()
+    assert pages.read(reader, [1]) == ["good"]
+    read_blobs = Segment.read_blobs
+
+    def replace_around(segment: Segment, slot: int, buffers: Any) -> bool:
+        monkeypatch.undo()
+        pages.put(writer, [2])
+        read = read_blobs(segment, slot, buffers)
+        pages.put(writer, [1])
+        return bool(read)
+
+    monkeypatch.setattr(Segment, "read_blobs", replace_around)
+    assert pages.read(reader, [1]) == ["missing"], "its header vouches for bytes that were not read"
+    assert pages.read(reader, [1]) == ["good"]
+
+
+def test_a_table_that_cannot_be_read_costs_its_segment_only(
+    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stores.open(capacity=room_for(3, pages.page_bytes))
+    pages.put(store, range(3))
+    reader = stores.open(read_only=True)
+    bad = stores.segments()[0].name
+    read_table = Segment.read_table
+
+    def bad_sector(segment: Segment) -> bytes:
+        if segment.path.name == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_table(segment)
+
+    monkeypatch.setattr(Segment, "read_table", bad_sector)
+    late_reader = stores.open(read_only=True)
+    pages.put(store, [3])  # evicts page 0
+    store.close()
+    for opened in (stores.open(), late_reader):
+        assert list(opened.faults()) == [bad]
+        assert sorted(pages.read(opened, range(1, 4))).count("good") >= 2
+    assert pages.read(reader, [99]) == ["missing"]

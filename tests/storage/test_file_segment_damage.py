@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 NUM = 12
 PITCH = 8192
@@ -100,3 +102,40 @@ def test_what_a_killed_process_left_unfinished_is_cleared_away(stores: Any, page
     left.write_bytes(bytes(1000))
     stores.open()
     assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("pitch_bytes", "num_slots"),
+    [(0, 1), (0, 0), (4096, 0), (4097, 10), (4096, 1 << 60), (4096, 1 << 30), ((1 << 64) - 4096, 1), (8192, 17)],
+)
+def test_a_superblock_of_an_impossible_shape_is_left_alone(
+    damage: Any, stores: Any, pages: Any, pitch_bytes: int, num_slots: int
+) -> None:
+    def forge(file: Any) -> None:
+        file.bytes[48:64] = struct.pack("<QQ", pitch_bytes, num_slots)
+        file.bytes[4088:4096] = xxhash.xxh3_64_intdigest(bytes(file.bytes[:4088])).to_bytes(8, "little")
+
+    store = damage(forge)
+    assert "impossible shape" in "".join(store.faults().values())
+    assert pages.read(store, range(NUM)) == ["missing"] * NUM
+    assert all(pages.put(store, range(NUM)))
+    assert len(stores.segments()) == 2
+
+
+def test_what_lies_under_a_segments_name_may_be_anything(stores: Any, pages: Any, tmp_path: Path) -> None:
+    store = stores.open()
+    pages.put(store, [1])
+    mine = tmp_path / "mine"
+    mine.write_text("short")
+    for name, make in (
+        ("aa" * 16, os.mkfifo),
+        ("bb" * 16, os.mkdir),
+        ("cc" * 16, lambda path: os.symlink(mine, path)),
+        ("dd" * 16, lambda path: os.symlink("/nowhere", path)),
+    ):
+        make(stores.folder / "segments" / f"{name}.seg")
+        make(stores.folder / "segments" / f"{name}.tmp")
+    reader = stores.open(read_only=True)
+    assert pages.read(reader, [1]) == ["good"]
+    assert pages.read(stores.open(), [1]) == ["good"]
+    assert mine.read_text() == "short"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -125,10 +126,25 @@ def test_a_smaller_capacity_adopts_only_what_fits_and_reads_the_rest(stores: Any
     assert pages.read(again, range(500)) == ["good"] * 500
 
 
-def test_what_nobody_adopts_is_adopted_or_deleted_after_the_grace(stores: Any, pages: Any) -> None:
+def test_a_small_process_does_not_delete_the_cache_of_a_large_one_that_is_away(stores: Any, pages: Any) -> None:
+    large = stores.open(capacity="8MiB")
+    pages.put(large, range(500))
+    large.close()
+    small = stores.open(capacity="2MiB", orphan_grace_s=0.0)
+    for _ in range(3):
+        small._neighbours._next_orphan_check = 0.0
+        assert small.exists([pages.key(9999)]) == [False]
+    assert pages.read(small, range(500)) == ["good"] * 500
+    small.close()
+    assert pages.read(stores.open(capacity="8MiB"), range(500)) == ["good"] * 500
+
+
+def test_what_nobody_wrote_to_for_a_week_is_adopted_or_deleted_after_the_grace(stores: Any, pages: Any) -> None:
     store = stores.open(capacity="8MiB")
     pages.put(store, range(500))
     store.close()
+    for path in stores.segments():
+        os.utime(path, (0, 0))
     again = stores.open(capacity="2MiB", orphan_grace_s=0.0)
     again._neighbours._next_orphan_check = 0.0
     assert again.exists([pages.key(9999)]) == [False]
@@ -221,3 +237,15 @@ def test_runs_are_cut_where_slots_are_not_neighbours() -> None:
     assert runs_of([]) == []
     assert runs_of([3]) == [[3]]
     assert runs_of([1, 2, 3, 7, 8, 8, 9, 20]) == [[1, 2, 3], [7, 8], [8, 9], [20]]
+
+
+def test_segments_that_somebody_deleted_are_given_up(stores: Any, pages: Any) -> None:
+    store = stores.open()
+    pages.put(store, range(10))
+    for path in stores.segments():
+        path.unlink()
+    store._neighbours._next_orphan_check = 0.0
+    assert pages.read(store, [0, 99]) == ["missing", "missing"]
+    assert store.num_segments() == (0, 0)
+    assert pages.put(store, range(10)) == [True] * 10
+    assert stores.segments(), "what is confirmed now lies in a file that stays"

@@ -52,6 +52,9 @@ def test_a_store_is_returned_as_it_is() -> None:
         ("s3:bucket", "valid choices: file:, memory:"),
         ("", "valid choices: file:, memory:"),
         ("file:", "needs a folder"),
+        ("file:~nobody-here/x", "home of nobody known"),
+        ("file://host/x", "names the host 'host'; expected file:/path/to/folder, file:///path"),
+        ("file:/x?capacity=" + "9" * 400, "capacity is not a usable number of bytes"),
         ("file:/x?colour=red", "got colour; valid choices: capacity, fsync, read_only"),
         ("file:/x?capacity", "name=value"),
         ("file:/x?fsync=data&fsync=none", "each name once"),
@@ -73,3 +76,8 @@ def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
     with pytest.raises(StorageError, match="not a kvhoist store"):
         open_store(f"file:{tmp_path}")
+
+
+def test_a_path_is_no_address() -> None:
+    with pytest.raises(ConfigError, match="Write file:/path/to/folder"):
+        open_store(Path("/x"))  # type: ignore[arg-type]

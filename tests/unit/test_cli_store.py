@@ -145,6 +145,14 @@ def test_rm_of_an_unknown_namespace_names_those_that_are_there(folder: Path) -> 
     assert namespace("small/model").digest.hex()[:16] in result.stderr
 
 
+@pytest.mark.parametrize("unset", ["", " "])
+def test_rm_of_an_empty_namespace_removes_nothing(folder: Path, unset: str) -> None:
+    result = run("rm", folder, unset, "--yes")
+    assert result.exit_code == 2
+    assert "an empty namespace names none" in result.stderr
+    assert document("stat", folder)["num_pages"] == 23
+
+
 @pytest.mark.parametrize("command", [["ls"], ["stat"], ["scrub"], ["rm", "--yes"]])
 def test_what_is_no_store_is_refused_and_left_alone(command: list[str], tmp_path: Path) -> None:
     other = tmp_path / "other"

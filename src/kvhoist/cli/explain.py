@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvhoist.cli.output import JsonOption, console, print_json, working
+from kvhoist.cli.store import store_path
 from kvhoist.errors import ConfigError
 from kvhoist.settings import Settings
 
@@ -40,7 +41,7 @@ def explain(
         raise ConfigError(
             "the prompt is not given once", got=f"{len(given)} of them", choices=["--text", "--chat", "--tokens"]
         )
-    folder = Path(store.removeprefix("file:")).expanduser()
+    folder = store_path(store)
     if not folder.is_dir():
         raise ConfigError("there is no such store folder", got=str(folder), expected="a folder made by a file: store")
     with working("reading the checkpoint", as_json=as_json):

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from kvhoist.cli.output import JsonOption, console, print_json, progress_bar, side_console, table_of, tables_of
-from kvhoist.settings import Settings
+from kvhoist.settings import Settings, user_path
 from kvhoist.storage import Sealer
 from kvhoist.storage.admin import NamespaceSummary, describe, list_namespaces, remove, scrub
+from kvhoist.storage.open import folder_of
 from kvhoist.units import format_bytes
 
 store_app = typer.Typer(
@@ -24,9 +25,9 @@ FolderArgument = Annotated[str, typer.Argument(metavar="FOLDER", help="The store
 @store_app.command("ls")
 def list_(folder: FolderArgument, as_json: JsonOption = False) -> None:
     """List the namespaces, the largest first: model, dtype, pages, bytes, age."""
-    found = list_namespaces(_path(folder))
+    found = list_namespaces(store_path(folder))
     if as_json:
-        print_json({"folder": str(_path(folder)), "namespaces": [summary.to_dict() for summary in found]})
+        print_json({"folder": str(store_path(folder)), "namespaces": [summary.to_dict() for summary in found]})
     elif found:
         console().print(table_of("", [_row(summary) for summary in found]))
     else:
@@ -36,7 +37,7 @@ def list_(folder: FolderArgument, as_json: JsonOption = False) -> None:
 @store_app.command()
 def stat(folder: FolderArgument, as_json: JsonOption = False) -> None:
     """Count pages, bytes of pages and of files, segments, and what is damaged."""
-    data = describe(_path(folder))
+    data = describe(store_path(folder))
     if as_json:
         print_json(data)
     else:
@@ -53,7 +54,7 @@ def scrub_(
 
     Signatures are checked with the secret of KVHOIST_STORE_SECRET or KVHOIST_STORE_SECRET_FILE.
     """
-    path, sealer = _path(folder), Sealer(Settings.from_env().store_secret)
+    path, sealer = store_path(folder), Sealer(Settings.from_env().store_secret)
     list_namespaces(path)  # refuses what is no store, before opening it for writing would make one
     with progress_bar() as bar:
         task = bar.add_task("checking pages", total=None)
@@ -78,7 +79,7 @@ def remove_(
     as_json: JsonOption = False,
 ) -> None:
     """Remove all pages, or those of the namespaces that begin with NAMESPACE. Asks first."""
-    path = _path(folder)
+    path = store_path(folder)
     found = [s for s in list_namespaces(path) if s.namespace.hex().startswith((namespace or "").lower())]
     if found and not yes:
         side_console().print(table_of("", [_row(summary) for summary in found]))
@@ -98,10 +99,11 @@ def remove_(
         console().print(f"left {report.left_pages} pages in segments of running processes, which alone may remove them")
 
 
-def _path(folder: str) -> Path:
+def store_path(folder: str) -> Path:
     """Return the folder of `folder`, which may be written as `open_store` takes it."""
-    place, _, _ = folder.removeprefix("file:").partition("?") if folder.startswith("file:") else (folder, "", "")
-    return Path(place).expanduser()
+    if folder.startswith("file:"):
+        return folder_of(folder.removeprefix("file:").partition("?")[0])
+    return user_path(folder)
 
 
 def _row(summary: NamespaceSummary) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     """Return plain data about the folder: pages, bytes of pages and of files, segments, faults. Changes nothing."""
     summaries = list_namespaces(folder)
     with FileStore(folder, read_only=True) as store:
-        files = [entry.stat().st_size for entry in store.segment_paths()]
+        files = store.segment_bytes()
         return {
             "folder": str(store.folder),
             "num_namespaces": len(summaries),
@@ -146,8 +146,12 @@ def scrub(
 def remove(folder: str | Path, namespace_prefix: str | None = None) -> RemoveReport:
     """Remove all pages, or those of the namespaces whose digest begins with the hex digits `namespace_prefix`.
 
-    Raises ConfigError where no namespace begins so.
+    Raises ConfigError where no namespace begins so, and for "", which is what a script's unset variable gives.
     """
+    if namespace_prefix is not None and not namespace_prefix.strip():
+        raise ConfigError(
+            "an empty namespace names none", expected="its first hex digits", remedy="Leave it out to remove all pages."
+        )
     Folder.check(folder)
     with FileStore(folder, capacity=_NO_LIMIT_BYTES) as store:
         known = {key.page.namespace for key, _ in store.records()} | set(store.namespaces())

@@ -52,7 +52,8 @@ class StorageIO:
 
     Order of work: prefetch and lookup before drop before persist, and with two threads or more one of them never
     persists, so that a read waits for reads only. Where a persist would have more than `max_queued_pages` pages wait,
-    the rest of it, in chunks, fails as QUEUE_FULL; reads are never refused. `chunk_bytes` bounds what one thread does in one piece.
+    the rest of it, in chunks, fails as QUEUE_FULL; reads are never refused. `chunk_bytes` bounds what one thread does
+    in one piece.
     """
 
     def __init__(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
 
 from kvhoist.errors import ConfigError
+from kvhoist.settings import user_path
 from kvhoist.storage.base import Store
 from kvhoist.storage.file import FileStore
 from kvhoist.storage.memory import MemoryStore
@@ -18,9 +20,11 @@ def open_store(target: str | Store) -> Store:
 
     `file:PATH` takes the options `capacity` (such as `8GiB`; default: the least of 32 GiB and half of what the disk
     could give), `fsync` (`none` or `data`) and `read_only` (`true` or `false`). `memory:` takes `capacity` (default
-    1 GiB). PATH is taken literally up to the first `?`, but for a leading `~`. Raises ConfigError for an unknown scheme
-    or option, and what FileStore raises.
+    1 GiB). PATH is taken literally up to the first `?`, but for a leading `~`; where it has a `?` of its own, open a
+    FileStore. Raises ConfigError for an unknown scheme or option, and what FileStore raises.
     """
+    if isinstance(target, PathLike | bytes):
+        target = repr(target)  # which is no address either: the same error
     if not isinstance(target, str):
         return target
     scheme, colon, rest = target.partition(":")
@@ -38,15 +42,25 @@ def open_store(target: str | Store) -> Store:
 
 def _open_file(place: str, options: dict[str, str]) -> Store:
     _check_options("file", options, ("capacity", "fsync", "read_only"))
-    if not place:
-        raise ConfigError("a file store needs a folder", got="'file:'", expected="file:/path/to/folder")
-    folder = Path(place.removeprefix("//") if place.startswith("///") else place).expanduser()
     return FileStore(
-        folder,
+        folder_of(place),
         capacity=options.get("capacity"),
         fsync=options.get("fsync", "none"),
         read_only=_flag("read_only", options.get("read_only", "false")),
     )
+
+
+def folder_of(place: str) -> Path:
+    """Return the folder of a file store by what stands behind `file:` and before `?`. Raises ConfigError."""
+    if not place:
+        raise ConfigError("a file store needs a folder", got="'file:'", expected="file:/path/to/folder")
+    if place.startswith("//") and not place.startswith("///"):
+        raise ConfigError(
+            "a file store is on this machine",
+            got=f"'file:{place}', which names the host {place[2:].partition('/')[0]!r}",
+            expected="file:/path/to/folder, file:///path/to/folder or file:relative/folder",
+        )
+    return user_path(place.removeprefix("//"))
 
 
 def _open_memory(place: str, options: dict[str, str]) -> Store:

@@ -14,8 +14,15 @@ _SEGMENTS = 64
 def default_capacity_bytes(folder: Path) -> int:
     """Return the least of 32 GiB and half of what the store could have: free space and what it holds already."""
     segments = folder / "segments"
-    held = sum(entry.stat().st_size for entry in os.scandir(segments)) if segments.exists() else 0
+    held = sum(map(_bytes_of, os.scandir(segments))) if segments.exists() else 0
     return max(1, min(DEFAULT_CAPACITY_BYTES, (shutil.disk_usage(folder).free + held) // 2))
+
+
+def _bytes_of(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except OSError:  # another process gave it up meanwhile
+        return 0
 
 
 def segment_bytes_for(capacity_bytes: int) -> int:

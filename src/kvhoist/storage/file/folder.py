@@ -6,11 +6,13 @@ import fcntl
 import json
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kvhoist.errors import StorageError, StoreFormatError, StoreUnavailableError
-from kvhoist.storage.file.segment import sync_folder
+from kvhoist.storage.file.segment import is_no_space, sync_folder
 
 FORMAT_VERSION = 1
 FORMAT_FILE = "kvhoist-store.json"
@@ -18,6 +20,8 @@ FORMAT_FILE = "kvhoist-store.json"
 _FORMAT_NAME = "kvhoist-store"
 _HARMLESS = {"lost+found"}
 _UNFINISHED = ".kvhoist-"
+_MAX_JSON_BYTES = 1 << 20
+_DIGEST_BYTES = 32
 
 
 class Folder:
@@ -31,22 +35,25 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path, *, read_only: bool) -> Folder:
-        """Open the store in `path`, or make one where there is nothing (not with `read_only`).
+        """Open the store in `path`, or make one where there is nothing (not with `read_only`). A folder that is made
+        here is its user's alone, since pages tell what was said; one that is there keeps its mode.
 
         Raises StorageError for a file, or a folder with other things in it; StoreFormatError for another version;
         StoreUnavailableError for a folder that cannot be read, or not written. All of them before anything is changed.
         """
-        path = path.absolute()
         try:
+            path = path.absolute()
             _check_place(path, read_only=read_only)
             if not read_only:
-                path.mkdir(parents=True, exist_ok=True)
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _publish_format_file(path)
             folder = cls(path, _read_format_file(path / FORMAT_FILE))
             if not read_only:
                 folder._make_subfolders()
         except OSError as error:
             raise _unavailable(path, error, read_only=read_only) from error
+        except ValueError as error:  # a NUL, or a lone surrogate
+            raise StorageError(f"{str(path)!r} cannot be the path of a folder", got=error) from error
         return folder
 
     @classmethod
@@ -110,8 +117,11 @@ def _publish_format_file(path: Path) -> None:
         return
     unfinished = path / f"{_UNFINISHED}{secrets.token_hex(8)}"
     content = {"format": _FORMAT_NAME, "version": FORMAT_VERSION, "store_id": secrets.token_hex(16)}
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
     try:
+        with unfinished.open("w") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a name whose bytes were lost with the machine would make the store unreadable
         os.link(unfinished, target)  # unlike a rename, never replaces what another process just made
     except FileExistsError:
         pass
@@ -123,7 +133,7 @@ def _publish_format_file(path: Path) -> None:
 def _read_format_file(path: Path) -> bytes:
     """Return the store's id. Raises StoreFormatError."""
     try:
-        content = json.loads(path.read_text())
+        content = _read_json(path)
         name, version = content["format"], content["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path) from error
@@ -146,12 +156,26 @@ def _read_format_file(path: Path) -> bytes:
 
 def _read_note(path: Path) -> tuple[bytes, dict[str, str]] | None:
     try:
-        content = json.loads(path.read_text())
+        content = _read_json(path)
         digest = bytes.fromhex(path.stem)
         fields = {str(name): str(value) for name, value in content["fields"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return digest, fields
+    return (digest, fields) if fields and len(digest) == _DIGEST_BYTES else None
+
+
+def _read_json(path: Path) -> Any:
+    """Return what a file holds that anyone may have put there. Raises ValueError for what is no file of sound JSON."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # it may be a pipe
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("no regular file")
+        text = file.read(_MAX_JSON_BYTES + 1)
+    if len(text) > _MAX_JSON_BYTES:
+        raise ValueError(f"more than {_MAX_JSON_BYTES} bytes")
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 def _write_whole(target: Path, content: object) -> None:
@@ -174,5 +198,10 @@ def _damaged(path: Path) -> StoreFormatError:
 
 def _unavailable(path: Path, error: OSError, *, read_only: bool) -> StoreUnavailableError:
     what = "read" if read_only else "written"
-    remedy = "Check its owner and mode." if read_only else "Open it with read_only=True (?read_only=true) to read only."
+    if read_only:
+        remedy = "Check its owner and mode."
+    elif is_no_space(error):
+        remedy = "Free some space, or give a folder on another disk."
+    else:
+        remedy = "Check its owner and mode, or open it with read_only=True (?read_only=true) to read only."
     return StoreUnavailableError(f"{path} cannot be {what}", got=error.strerror or str(error), remedy=remedy)

@@ -24,6 +24,7 @@ from kvhoist.storage.file.scan import last_words, scan_slots, used_slots
 from kvhoist.storage.file.segment import SUFFIX, UNFINISHED_SUFFIX, Segment, SegmentFault
 
 _ORPHAN_CHECK_S = 10.0
+_ORPHAN_KEEP_S = 7 * 86400.0
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,9 @@ class Neighbours:
     `grow_lock` is held by whoever makes or deletes owned segments.
 
     An orphan that did not fit at start is left for the processes that start beside this one (ranks of one engine start
-    together). Where none took it within `orphan_grace_s`, it is adopted if there is room, else deleted.
+    together). Where none took it within `orphan_grace_s`, it is adopted if there is room. It is deleted only where
+    nobody wrote to it for a week or the disk is full: a process of small capacity must not end the cache of a larger
+    one that is being restarted.
     """
 
     def __init__(
@@ -83,21 +86,48 @@ class Neighbours:
         if self._clock() < self._next_refresh or not self._busy.acquire(blocking=False):
             return
         try:
+            checks_orphans = not self._read_only and self._clock() >= self._next_orphan_check
+            if checks_orphans:
+                self._next_orphan_check = self._clock() + _ORPHAN_CHECK_S
+                self._give_up_unlinked()
             self._find_new()
             for shelf in list(self._index.foreign_shelves.values()):
-                if shelf.segment.is_unlinked():
+                try:
+                    self._look_at(shelf, checks_orphans=checks_orphans)
+                except (OSError, SegmentFault) as error:
                     self._forget(shelf)
-                elif shelf.segment.generation() != shelf.generation:
-                    self._rescan(shelf)
-            if not self._read_only and self._clock() >= self._next_orphan_check:
-                self._next_orphan_check = self._clock() + _ORPHAN_CHECK_S
-                for shelf in list(self._index.foreign_shelves.values()):
-                    self._check_orphan(shelf)
+                    self._note_fault(shelf.segment.path, error)
         except OSError as error:
             _log.warning("cannot see what other processes stored in %s: %s", self._folder.path, error)
         finally:
             self._next_refresh = self._clock() + self._refresh_s
             self._busy.release()
+
+    def _look_at(self, shelf: Shelf, *, checks_orphans: bool) -> None:
+        if shelf.segment.is_unlinked():
+            self._forget(shelf)
+            return
+        if shelf.segment.generation() != shelf.generation:
+            self._rescan(shelf)
+        if checks_orphans:
+            self._check_orphan(shelf)
+
+    def _give_up_unlinked(self) -> None:
+        """Give up owned segments that somebody deleted: what lies in them ends with this process."""
+        with self._grow_lock:
+            with self._lock:
+                gone = [shelf for shelf in self._index.owned_shelves() if shelf.segment.is_unlinked()]
+                gone = [shelf for shelf in gone if not shelf.num_writing]
+                for shelf in gone:
+                    self._index.drop_shelf(shelf)
+            for shelf in gone:
+                shelf.close_if_unused(self._lock)
+        if gone:
+            _log.warning("%d segments of this process were deleted from %s", len(gone), self._folder.path)
+
+    def _note_fault(self, path: Path, error: OSError | SegmentFault) -> None:
+        self.faults[path.name] = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        _log.warning("left the segment %s alone: %s", path, self.faults[path.name])
 
     def _paths(self, suffix: str) -> list[Path]:
         if self._read_only and not self._folder.segments.exists():
@@ -126,10 +156,9 @@ class Neighbours:
             if fault.damaged and not self._read_only and _delete_orphan(path):
                 _log.warning("deleted the segment %s: %s", path, fault)
                 return None
-            self.faults[path.name] = str(fault)
+            self._note_fault(path, fault)
         except OSError as error:
-            self.faults[path.name] = error.strerror or str(error)
-        _log.warning("left the segment %s alone: %s", path, self.faults[path.name])
+            self._note_fault(path, error)
         return None
 
     def _claim(self, segment: Segment) -> bool:
@@ -145,7 +174,14 @@ class Neighbours:
         pages: list[tuple[int, bytes, Place]] = []
         shelves = []
         for segment in segments:
-            shelf, found = self._read_owned(segment)
+            try:
+                shelf, found = self._read_owned(segment)
+            except OSError as error:  # a bad sector in one table is no reason to serve nothing of the others
+                with self._lock:
+                    self._index.owned_bytes -= segment.file_bytes
+                segment.close()
+                self._note_fault(segment.path, error)
+                continue
             shelves.append((max((when for when, _, _ in found), default=0), shelf))
             pages += [(when, identity, Place(shelf, slot)) for when, slot, identity in found]
         pages.sort(key=lambda page: page[0])
@@ -185,7 +221,11 @@ class Neighbours:
         shelf.checks = np.zeros(segment.num_slots, dtype=np.uint64)
         with self._lock:
             self._index.foreign_shelves[segment.path.name] = shelf
-        self._rescan(shelf)
+        try:
+            self._rescan(shelf)
+        except OSError as error:
+            self._forget(shelf)
+            self._note_fault(segment.path, error)
 
     def _rescan(self, shelf: Shelf) -> None:
         """Take in the headers that changed since the last time."""
@@ -201,8 +241,8 @@ class Neighbours:
                 self._index.set_foreign(shelf, slot, None)
             for _, slot, identity in scan.found:
                 self._index.set_foreign(shelf, slot, identity)
-        shelf.checks = checks
-        shelf.generation = generation
+            shelf.checks = checks
+            shelf.generation = generation
 
     def _forget(self, shelf: Shelf) -> None:
         with self._lock:
@@ -210,7 +250,7 @@ class Neighbours:
         shelf.close_if_unused(self._lock)
 
     def _check_orphan(self, shelf: Shelf) -> None:
-        """Adopt or delete a segment that had no owner for `orphan_grace_s`."""
+        """Adopt a segment that had no owner for `orphan_grace_s`, or delete it where its time is over."""
         segment = shelf.segment
         if not segment.try_lock():
             shelf.orphan_since = None
@@ -222,13 +262,16 @@ class Neighbours:
             return
         mine = Segment.open(segment.path, self._folder.store_id, writable=True)
         segment.unlock()
-        self._forget(shelf)
         if self._claim(mine):
+            self._forget(shelf)
             self._adopt([mine])
             return
-        if mine.try_lock():
-            mine.path.unlink(missing_ok=True)
-        mine.close()
+        try:
+            if mine.is_abandoned(_ORPHAN_KEEP_S) and mine.try_lock():
+                mine.path.unlink(missing_ok=True)
+                self._forget(shelf)
+        finally:
+            mine.close()
 
 
 def _delete_orphan(path: Path) -> bool:

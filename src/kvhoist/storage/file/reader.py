@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.file.index import Index, Place, Shelf
 from kvhoist.storage.file.segment import Segment, runs_of
-from kvhoist.storage.record import HEADER_BYTES, IDENTITY, header_fault
+from kvhoist.storage.record import HEADER_BYTES, header_fault
 
 _MAX_RUN_PAGES = 512
 
@@ -72,14 +72,18 @@ class Reader:
             shelf.close_if_unused(self._lock)
 
     def _still(self, identity: bytes, place: Place, header: bytes | None) -> bool:
-        """Tell whether a place was that page's all the time. The header of a foreign slot that was given to another
-        page in the meantime says so itself."""
+        """Tell whether a place was that page's all the time. A foreign slot was where its header is still the one that
+        is indexed: one of the same page that was written anew vouches for other bytes than those that were read."""
         if self._index.find(identity) is not place:
             return False
-        if place.shelf.owned or header is None or (any(header) and header[IDENTITY] == identity):
+        checks = place.shelf.checks
+        if checks is None or header is None or int.from_bytes(header[-8:], "little") == checks[place.slot]:
             return True
         place.shelf.generation = -1
-        return any(header) and header_fault(header) is not None
+        if any(header) and header_fault(header) is not None:
+            return True
+        del self._index.foreign[identity]  # so that whoever asks for it next has the segment looked at
+        return False
 
     def _read_run(self, segment: Segment, slot: int, buffers: Sequence[Buffer]) -> list[bytes | None]:
         """Read neighbouring slots, in one go or, where that fails, one by one."""

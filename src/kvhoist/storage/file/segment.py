@@ -30,6 +30,7 @@ SEGMENT_VERSION = 1
 SUFFIX = ".seg"
 UNFINISHED_SUFFIX = ".tmp"
 MAX_SLOTS = 1 << 20
+MAX_PITCH_BYTES = 1 << 40
 
 _MAGIC = b"KVHOISTS"
 _SUPERBLOCK = struct.Struct("<8sII16s16sQQQQQ")
@@ -89,7 +90,7 @@ class Segment:
         segment_id = secrets.token_bytes(16)
         path = folder / (segment_id.hex() + SUFFIX)
         unfinished = path.with_suffix(UNFINISHED_SUFFIX)
-        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o660)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             segment = cls(path, fd, pitch_bytes, num_slots)
@@ -109,7 +110,8 @@ class Segment:
     @classmethod
     def open(cls, path: Path, store_id: bytes, *, writable: bool) -> Segment:
         """Open a segment of the store `store_id`. Raises SegmentFault where it is none, OSError where unreadable."""
-        fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        # Not blocking: what lies here under a segment's name may be a pipe.
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK)
         try:
             pitch_bytes, num_slots = _read_superblock(os.pread(fd, ALIGNMENT, 0), path.stem, store_id)
         except BaseException:
@@ -131,6 +133,12 @@ class Segment:
     def is_unlinked(self) -> bool:
         """Tell whether the owner gave the file up; what is open of it stays readable."""
         return os.fstat(self.fd).st_nlink == 0
+
+    def is_abandoned(self, keep_s: float) -> bool:
+        """Tell whether nobody wrote to the file for `keep_s`, or the disk has no room for another one of its length."""
+        disk = os.fstatvfs(self.fd)
+        is_full = disk.f_bavail * disk.f_frsize < self.file_bytes
+        return is_full or time.time() - os.fstat(self.fd).st_mtime > keep_s
 
     def slots_in_file(self) -> int:
         """Return how many slots lie wholly inside the file: fewer than `num_slots` where it was truncated."""
@@ -237,9 +245,12 @@ def _read_superblock(block: bytes, stem: str, store_id: bytes) -> tuple[int, int
         raise SegmentFault(f"segment version {version}, this kvhoist reads version {SEGMENT_VERSION}")
     if xxhash.xxh3_64_intdigest(block[:_CHECK_AT]) != int.from_bytes(block[_CHECK_AT:], "little"):
         raise SegmentFault("superblock damaged: its check differs", damaged=True)
-    _, _, _, segment_id, owner_id, pitch_bytes, num_slots, *_ = _SUPERBLOCK.unpack_from(block)
+    _, _, _, segment_id, owner_id, pitch_bytes, num_slots, table_at, blobs_at, _ = _SUPERBLOCK.unpack_from(block)
     if owner_id != store_id:
         raise SegmentFault("belongs to another store: was it copied here from another folder?")
     if segment_id.hex() != stem:
         raise SegmentFault("a copy of another segment: its name is not its id")
+    fits = 0 < pitch_bytes <= MAX_PITCH_BYTES and pitch_bytes % ALIGNMENT == 0 and 0 < num_slots <= MAX_SLOTS
+    if not fits or (table_at, blobs_at) != (_TABLE_AT, file_bytes_of(pitch_bytes, num_slots) - num_slots * pitch_bytes):
+        raise SegmentFault(f"an impossible shape: {num_slots} slots of {pitch_bytes} bytes from {blobs_at} on")
     return pitch_bytes, num_slots

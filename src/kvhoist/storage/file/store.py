@@ -55,7 +55,10 @@ class FileStore:
             raise ConfigError("an unknown fsync policy", got=repr(fsync), choices=FSYNC_POLICIES)
         wanted = None if capacity is None else parse_bytes(capacity, name="capacity")
         self._folder = Folder.open(Path(folder), read_only=read_only)
-        capacity_bytes = default_capacity_bytes(self._folder.path) if wanted is None else wanted
+        try:
+            capacity_bytes = default_capacity_bytes(self._folder.path) if wanted is None else wanted
+        except OSError as error:
+            raise self._unopened(error) from error
         self._read_only = read_only
         self._counts: Counter[str] = Counter()
         self._lock = threading.Condition()
@@ -77,9 +80,7 @@ class FileStore:
         try:
             self._neighbours.start()
         except OSError as error:
-            raise StoreUnavailableError(
-                f"the segments in {self._folder.path} cannot be opened", got=error, remedy="Check their owner and mode."
-            ) from error
+            raise self._unopened(error) from error
 
     def __enter__(self) -> FileStore:
         return self
@@ -184,11 +185,11 @@ class FileStore:
         """Return the segment files that cannot be used, by name, and why. Nothing was changed in them."""
         return dict(self._neighbours.faults)
 
-    def segment_paths(self) -> list[Path]:
-        """Return the segment files that can be used, of whatever owner."""
+    def segment_bytes(self) -> list[int]:
+        """Return the lengths of the segment files that can be used, of whatever owner."""
         with self._lock:
             shelves = [*self._index.owned_shelves(), *self._index.foreign_shelves.values()]
-            return sorted(shelf.segment.path for shelf in shelves)
+            return [os.fstat(shelf.segment.fd).st_size for shelf in shelves]
 
     def num_segments(self) -> tuple[int, int]:
         """Return how many segments are this process's own, and how many it reads of others."""
@@ -274,6 +275,11 @@ class FileStore:
             with self._lock:
                 place.shelf.num_users -= 1
             place.shelf.close_if_unused(self._lock)
+
+    def _unopened(self, error: OSError) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"the segments in {self._folder.path} cannot be opened", got=error, remedy="Check their owner and mode."
+        )
 
     def _check_open(self) -> None:
         if self._closed:

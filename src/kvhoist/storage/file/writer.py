@@ -201,7 +201,10 @@ class Writer:
         self._full_until = time.monotonic() + _FULL_DISK_PAUSE_S
 
     def _delete(self, shelf: Shelf) -> None:
-        shelf.segment.path.unlink(missing_ok=True)
+        try:
+            shelf.segment.path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("cannot delete the segment %s: %s", shelf.segment.path, error)
         shelf.close_if_unused(self._lock)
 
     def _sync(self, segment: Segment) -> None:
