@@ -61,7 +61,7 @@ class Acquisition:
         self._ready = _leading_ready(entries)
 
     def only_loads(self, waits: list[Transfer]) -> bool:
-        """Tell whether nothing but loads is under way, and they and what is ready make up the whole prefix."""
+        """Tell whether nothing but loads is under way."""
         return all(transfer.job.kind is JobKind.LOAD for transfer in waits)
 
     def pages(self, *, loading: bool) -> list[int]:
@@ -70,10 +70,14 @@ class Acquisition:
         pages = []
         for entry in entries:
             page = entry.page(Tier.DEVICE)
-            if page is None:
-                break
+            if page is None or not (entry.is_ready(Tier.DEVICE) or self._is_loading(entry)):
+                break  # what another request is computing is not ours to read
             pages.append(page)
         return pages
+
+    def _is_loading(self, entry: Entry) -> bool:
+        job_id = self._plane.flights.job_filling(entry, Tier.DEVICE)
+        return any(transfer.job.id == job_id for transfer in self.transfers)
 
     def finish(self, num_pages: int) -> dict[str, int]:
         """Count the hit and return how many of the first `num_pages` pages were found in which tier. Pages that storage

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
 
 from kvhoist.config import CacheConfig
 from kvhoist.control.directory import Directory
+from kvhoist.control.namespace import Namespace
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.policy import WritePolicy
 from kvhoist.control.tiers import Tier
 from kvhoist.device_layout import DeviceCache
-from kvhoist.errors import ClosedError, KvhoistError
+from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.geometry import CacheGroup
 from kvhoist.layout import Unit
 from kvhoist.memory.arena import HostArena
@@ -53,6 +55,8 @@ class Binding:
         self.num_device_pages = self.num_device_blocks // (
             group.blocks_per_page if device.layout.unit is Unit.BLOCK else 1
         )
+        self.num_store_errors = 0
+        self._pid = os.getpid()
         self._report: CloseReport | None = None
         self._closing = False
         policy = WritePolicy.parse(config.write_policy, min_hits=config.min_hits, device_owned=config.device_owned)
@@ -91,13 +95,52 @@ class Binding:
             undo.pop_all()
 
     def check_open(self) -> None:
-        """Raise ClosedError once closing has begun."""
+        """Raise ClosedError once closing has begun or in a forked child, ConfigError within a subscriber's call. With
+        `lock` held."""
+        if self.forked:
+            raise ClosedError(
+                "this cache belongs to the process that built it",
+                got=f"a call in process {os.getpid()}, forked from {self._pid}",
+                remedy="Build a cache in each process; they may share a store.",
+            )
+        self.check_caller()
         if self._closing:
             raise ClosedError("this cache is closed", remedy="Build a new one; the store keeps what was persisted.")
 
     @property
     def closing(self) -> bool:
         return self._closing
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that built the cache: none of its threads is here."""
+        return os.getpid() != self._pid
+
+    def check_caller(self) -> None:
+        """Raise ConfigError when a subscriber calls, in the middle of a change of the directory. With `lock` held."""
+        if self.plane.directory.telling:
+            raise ConfigError(
+                "a subscriber called the cache", remedy="Note the event, and act on it in another thread."
+            )
+
+    def note(self, namespace: Namespace) -> None:
+        """Keep in the store what the namespace stands for; what the store raises costs an explanation, nothing else."""
+        if self.store is not None:
+            try:
+                self.store.note_namespace(namespace.digest, namespace.field_dict())
+            except Exception:
+                self._store_failed("keep the fields of a namespace")
+
+    def noted(self) -> list[Namespace]:
+        """Return the namespaces that the store knows, none where it cannot say."""
+        found = []
+        try:
+            for fields in (self.store.namespaces() if self.store is not None else {}).values():
+                with contextlib.suppress(ConfigError):  # what another version or a stranger wrote
+                    found.append(Namespace.from_fields(fields))
+        except Exception:
+            self._store_failed("say which namespaces it holds")
+        return found
 
     def dispatch(self, after: Event | None = None) -> dict[int, Transfer]:
         """Hand the outbox to the mover, with `lock` held, and return the transfers by job id. A job that it refuses is
@@ -107,8 +150,8 @@ class Binding:
             for job in jobs:
                 try:
                     transfer = self.mover.submit(job, after=after)
-                except KvhoistError as error:
-                    self.plane.complete(_all_failed(job, str(error)))
+                except Exception as error:
+                    self.plane.complete(_all_failed(job, f"{type(error).__name__}: {error}"))
                     continue
                 submitted[job.id] = transfer
                 if not transfer.done:
@@ -117,6 +160,9 @@ class Binding:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is under way; False where `timeout_s` passed first."""
+        with self.lock:
+            self.check_caller()
+            self.dispatch()
         return self.mover.wait_idle(timeout_s)
 
     def wait(self, jobs: Sequence[Job | None], timeout_s: float) -> bool:
@@ -132,21 +178,31 @@ class Binding:
         return True
 
     def stats(self) -> CacheStats:
+        store = None
+        if self.store is not None and not self._closing:
+            try:
+                store = self.store.stats()  # without the lock: a store that hangs must not take the cache with it
+            except Exception:
+                self._store_failed("count its pages")
         with self.lock:
             return CacheStats(
                 jobs={kind.value: counters.to_dict() for kind, counters in self.plane.flights.counters.items()},
                 directory=self.plane.directory.stats(),
                 storage=self.io.stats() if self.io else None,
-                store=self.store.stats() if self.store and not self._closing else None,
+                store=store,
                 open_jobs=self.plane.tracker.num_open,
                 num_mismatches=self.mover.num_mismatches,
                 host_bytes=self.arena.num_bytes,
                 page_bytes=self.plane.group.page_bytes,
+                num_store_errors=self.num_store_errors,
             )
 
     def close(self, *, drain: bool, timeout_s: float) -> CloseReport:
         """Finish (or cancel) what is under way, book the rest as failed, release threads, memory and store."""
+        if self.forked:
+            return CloseReport(0, 0, True, 0.0)
         with self.lock:
+            self.check_caller()
             if self._report is not None:
                 return self._report
             self._closing = True
@@ -157,18 +213,22 @@ class Binding:
         ended = self.mover.close(drain=False, timeout_s=left)
         if self.io is not None:
             ended = self.io.close(drain=False, timeout_s=left) and ended
+        if self.store is not None and self._owns_store:
+            try:
+                self.store.close()
+            except Exception:
+                self._store_failed("close")
         with self.lock:
             unfinished = self.plane.tracker.jobs()
             for job in unfinished:
                 self.plane.complete(_all_failed(job, "the cache was closed first"))
             self.plane.take_jobs()
-            self.plane.audit()
-            if self.store is not None and self._owns_store:
-                self.store.close()
             if ended:
                 self.arena.close()
             pages = sum(job.num_pages for job in unfinished)
-            self._report = CloseReport(len(unfinished), pages, not ended, time.monotonic() - started)
+            if self._report is None:  # unless another thread closed it meanwhile
+                self._report = CloseReport(len(unfinished), pages, not ended, time.monotonic() - started)
+            self.plane.audit()
         return self._report
 
     def _open_io(self, config: CacheConfig) -> StorageIO | None:
@@ -180,12 +240,19 @@ class Binding:
             self.store, Sealer(config.store_secret), num_threads=config.io_threads, max_queued_pages=waiting
         )
 
+    def _store_failed(self, what: str) -> None:
+        """Count and log what a store could not do, from within the handler of its exception."""
+        with self.lock:
+            self.num_store_errors += 1
+        _log.warning("the store could not %s", what, exc_info=True)
+
     def _book(self, completion: Completion) -> None:
         with self.lock:
-            finished = self.plane.complete(completion)
-            if finished is not None:
-                self.transfers.pop(finished.job.id, None)
-            self.dispatch()
+            try:
+                self.plane.complete(completion)
+            finally:
+                self.transfers.pop(completion.id, None)
+                self.dispatch()
 
 
 def _all_failed(job: Job, error: str) -> Completion:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from types import TracebackType
 
 from kvhoist import acquire
 from kvhoist.binding import Binding
+from kvhoist.checks import count, seconds
 from kvhoist.config import CacheConfig
 from kvhoist.control.directory import Space
 from kvhoist.control.explain import Explanation
@@ -17,10 +19,11 @@ from kvhoist.control.pins import Pins
 from kvhoist.control.policy import WriteWhen
 from kvhoist.control.tiers import Tier
 from kvhoist.device_layout import DeviceCache
-from kvhoist.errors import GeometryError, UnsupportedGeometryError
+from kvhoist.errors import ConfigError, GeometryError, UnsupportedGeometryError
 from kvhoist.geometry import CacheGeometry, CacheGroup
 from kvhoist.lease import Lease, Match, Reservation
 from kvhoist.moves import TierMoves
+from kvhoist.settings import Settings
 from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
 
@@ -52,7 +55,8 @@ class HierarchicalCache(TierMoves):
         config: CacheConfig | None = None,
     ) -> None:
         config = config or CacheConfig()
-        self.namespace = namespace
+        self.namespace = _namespace(namespace)
+        disabled = Settings.from_env().disabled
         group = _only_group(geometry)
         if device.layout.group != group:
             raise GeometryError(
@@ -60,7 +64,7 @@ class HierarchicalCache(TierMoves):
                 got=device.layout.group.describe(),
                 expected=group.describe(),
             )
-        super().__init__(Binding(group, device, host_bytes, store, config), config, group)
+        super().__init__(Binding(group, device, host_bytes, store, config), config, group, disabled=disabled)
         self._noted: set[bytes] = set()
         self.space(namespace)
 
@@ -72,14 +76,14 @@ class HierarchicalCache(TierMoves):
 
     def space(self, namespace: Namespace | None = None) -> Space:
         """Return the directory's handle of a namespace (default: the cache's own), noting it in the store."""
-        chosen = namespace or self.namespace
-        store = self._binding.store
+        chosen = self.namespace if namespace is None else _namespace(namespace)
         with self._lock:
+            self._binding.check_open()
             space = self._plane.space(chosen)
             new = chosen.digest not in self._noted
             self._noted.add(chosen.digest)
-        if new and store is not None:
-            store.note_namespace(chosen.digest, chosen.field_dict())
+        if new:
+            self._binding.note(chosen)
         return space
 
     def match(
@@ -98,28 +102,27 @@ class HierarchicalCache(TierMoves):
 
         `salt` separates tenants, `extras` maps a page index to what else determines it (multimodal hashes). A
         conversation passes its `chain`, so that only new pages are hashed. Waits up to `timeout_s` (default
-        `lookup_timeout_s`) for storage to say what it holds; 0 never waits. Raises TokenError, ClosedError.
+        `lookup_timeout_s`) for storage to say what it holds; 0 never waits. Raises TokenError, ConfigError for other
+        arguments that cannot be (a `chain` of another salt or page), ClosedError.
         """
+        limit = self.config.lookup_timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         keys = self._keys(tokens, salt, extras, chain)
         if max_tokens is not None:
-            keys = keys[: max(0, max_tokens) // self.group.page_tokens]
+            keys = keys[: max(0, count("max_tokens", max_tokens, least=-1)) // self.group.page_tokens]
         space = self.space(namespace)
         with self._lock:
             self._binding.check_open()
-            entries = self._plane.directory.match(space, keys)
-            job = self._plane.lookup(space, keys, len(entries)) if len(entries) < len(keys) else None
-            transfer = self._start(job)
+            nearest = self._nearest(space, keys)
+            transfer = self._asking(space, keys, len(nearest))
         pending = transfer is not None
         if transfer is not None:
             with contextlib.suppress(TimeoutError):
-                transfer.result(self.config.lookup_timeout_s if timeout_s is None else timeout_s)
+                transfer.result(limit)
                 pending = False
-        with self._lock:
-            if transfer is not None:
-                entries = self._plane.directory.match(space, keys)
-            nearest = [next(tier for tier in Tier if entry.is_ready(tier)) for entry in entries]
+            with self._lock:
+                nearest = self._nearest(space, keys)
         by_tier = {name: nearest.count(tier) for tier, name in _NAMES.items()}
-        return Match(space, tuple(keys), self.group.page_tokens, len(entries), by_tier, pending)
+        return Match(space, tuple(keys), self.group.page_tokens, len(nearest), by_tier, pending)
 
     def explain(
         self,
@@ -156,12 +159,12 @@ class HierarchicalCache(TierMoves):
         `for_whom` names the request in the history of what had to be evicted. Raises PolicyError on a foreign device.
         """
         self._need_owned("acquire")
+        limit = self.config.acquire_timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         with self._lock:
-            self._binding.check_open()
+            self._check(match)
             way = acquire.Acquisition(self._plane, match, self._binding.transfers, for_whom)
         try:
             self._clean(match.num_pages - match.pages_by_tier["device"])
-            limit = self.config.acquire_timeout_s if timeout_s is None else timeout_s
             loads = acquire.run(way, self._lock, self._binding.dispatch, timeout_s=limit, layerwise=layerwise)
             with self._lock:
                 pages = way.pages(loading=bool(loads))
@@ -189,10 +192,13 @@ class HierarchicalCache(TierMoves):
     ) -> Reservation:
         """Reserve device pages for those whole pages of `tokens` after `lease` that the device does not hold yet.
 
-        Raises PolicyError on a foreign device, TokenError, ClosedError.
+        Raises PolicyError on a foreign device, TokenError, ConfigError for a lease of other tokens or of another
+        namespace, ClosedError.
         """
         self._need_owned("reserve")
         keys = self._keys(tokens, salt, extras, chain)
+        if lease is not None:
+            self._check_prefix(lease, keys, namespace)
         space = lease.match.space if lease else self.space(namespace)
         start = min(lease.num_pages if lease else 0, len(keys))
         self._clean(len(keys) - start)
@@ -224,17 +230,14 @@ class HierarchicalCache(TierMoves):
         with self._lock:
             self._plane.audit()
 
-    def flush(self, timeout_s: float = 60.0) -> bool:
-        """Offload what `write_back` still holds back, and wait until nothing is under way; False after `timeout_s`."""
-        self._clean(self._binding.num_device_pages, room=0)
-        return self._binding.flush(timeout_s)
-
     def close(self, *, drain: bool = True, timeout_s: float = 60.0) -> CloseReport:
         """Finish what is under way (or cancel it, without `drain`), account for every page, release everything.
         Idempotent; returns the first call's report. Raises PageIdError when the books do not add up."""
-        if drain and not self._binding.closing:
-            self.flush(timeout_s)
-        return self._binding.close(drain=drain, timeout_s=timeout_s)
+        limit = seconds("timeout_s", timeout_s)
+        deadline = time.monotonic() + limit
+        if drain and not self._binding.closing and not self._binding.forked:
+            self.flush(limit)
+        return self._binding.close(drain=drain, timeout_s=max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> HierarchicalCache:
         return self
@@ -247,10 +250,7 @@ class HierarchicalCache(TierMoves):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _ask_other_namespaces(self, match: Match) -> None:
-        store = self._binding.store
-        if store is None:
-            return
-        others = [Namespace.from_fields(fields) for fields in store.namespaces().values()]
+        others = self._binding.noted()
         with self._lock:
             spaces = [self._plane.space(other) for other in others if other != match.space.namespace]
             jobs = [self._plane.lookup(space, match.keys, 0) for space in spaces]
@@ -263,12 +263,25 @@ class HierarchicalCache(TierMoves):
         if self._disabled:
             return []
         if chain is not None:
+            if chain.page_tokens != self.group.page_tokens or (salt and not chain.salted_with(salt)):
+                raise ConfigError(
+                    "this chain is not one of these pages",
+                    got=f"a chain of {chain.page_tokens} tokens a page",
+                    expected=f"{self.group.page_tokens} tokens a page, and the salt of this call",
+                    remedy="Build it as TokenChain(page_tokens, salt), one for each conversation.",
+                )
             return chain.keys(tokens, extras)
         return chain_hashes(tokens, self.group.page_tokens, extras=extras, salt=salt)
 
     def _release(self, pins: Pins) -> None:
         with self._lock:
             pins.release()
+
+
+def _namespace(given: object) -> Namespace:
+    if not isinstance(given, Namespace):
+        raise ConfigError("this is no namespace", got=type(given).__name__, expected="Namespace.create(...)")
+    return given
 
 
 def _only_group(geometry: CacheGeometry) -> CacheGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvhoist.checks import count, seconds
 from kvhoist.control.eviction import EvictionFactory
 from kvhoist.errors import ConfigError
 
@@ -41,10 +42,14 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("lookup_timeout_s", "acquire_timeout_s"):
-            value = getattr(self, name)
-            if not 0 <= value <= 86400:
-                raise ConfigError(f"{name} is out of range", got=value, expected="seconds from 0 to 86400")
-        if self.max_queued_pages is not None and self.max_queued_pages < 1:
-            raise ConfigError("max_queued_pages is out of range", got=self.max_queued_pages, expected="at least 1")
-        if self.history_pages < 0:
-            raise ConfigError("history_pages is out of range", got=self.history_pages, expected="0 or more")
+            if seconds(name, getattr(self, name)) > 86400:
+                raise ConfigError(f"{name} is out of range", got=getattr(self, name), expected="at most 86400 seconds")
+        count("io_threads", self.io_threads, least=1, most=256)
+        if self.max_queued_pages is not None:
+            count("max_queued_pages", self.max_queued_pages, least=1, most=1 << 30)
+        count("history_pages", self.history_pages)
+        for name in ("device_owned", "debug_verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is neither True nor False", got=repr(getattr(self, name)))
+        if self.store_secret is not None and not isinstance(self.store_secret, bytes):
+            raise ConfigError("store_secret is not bytes", got=type(self.store_secret).__name__, expected="bytes")

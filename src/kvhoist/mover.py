@@ -61,6 +61,7 @@ class Mover:
         self._closed = False
         self._num_mismatches = 0
         self._open: dict[int, Transfer] = {}
+        self._begun: set[int] = set()
         self._cancelled: set[int] = set()
         self._futures: dict[int, Future[PageOutcomes]] = {}
         self._idle = threading.Condition(self._lock)
@@ -100,15 +101,19 @@ class Mover:
             self._open[job.id] = transfer
         if job.kind in self._queues:
             self._queues[job.kind].put((transfer, after))
-        else:
+            return transfer
+        try:
             self._submit_io(transfer)
+        except BaseException:  # it was not taken: nobody will answer it
+            self._forget(job.id)
+            raise
         return transfer
 
     def cancel(self, job_id: int) -> bool:
         """Cancel a job that has not begun: it is answered with all pages failed. False where it is too late."""
         with self._lock:
             future = self._futures.get(job_id)
-            if job_id not in self._open:
+            if job_id not in self._open or job_id in self._begun:
                 return False
             if future is None:
                 self._cancelled.add(job_id)
@@ -135,9 +140,10 @@ class Mover:
         answered = self.wait_idle(timeout_s)
         for queue in self._queues.values():
             queue.put(None)
-        for thread in self._threads:
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
             thread.join(timeout_s if answered else 0.1)
-        if not any(thread.is_alive() for thread in self._threads):
+        if not any(thread.is_alive() for thread in others):
             self._copies = None
         return answered
 
@@ -158,6 +164,7 @@ class Mover:
         job = transfer.job
         with self._lock:
             cancelled = job.id in self._cancelled
+            self._begun.add(job.id)
         if cancelled:
             return tuple(range(job.num_pages)), "cancelled before it began"
         if after is not None:
@@ -187,31 +194,41 @@ class Mover:
         with self._lock:
             if job.id in self._open:
                 self._futures[job.id] = future
+            cancelled = job.id in self._cancelled
+        if cancelled:
+            self._io.cancel(future)
         future.add_done_callback(lambda done: self._answer_io(transfer, done))
 
     def _answer_io(self, transfer: Transfer, future: Future[PageOutcomes]) -> None:
         job = transfer.job
         everything = tuple(range(job.num_pages))
-        if future.cancelled():
-            answer = Completion(job.id, self.rank, everything, "cancelled before it began")
-        elif (problem := future.exception()) is not None:
+        try:
+            if future.cancelled():
+                answer = Completion(job.id, self.rank, everything, "cancelled before it began")
+            else:
+                done = future.result()
+                answer = Completion(job.id, self.rank, done.failed_pages, done.error, done.bytes, done.seconds)
+                copies = self._copies
+                if job.kind is JobKind.PREFETCH and copies is not None:
+                    failed = set(done.failed_pages)
+                    copies.arrived([page for i, page in enumerate(job.host_pages) if i not in failed])
+        except BaseException as problem:  # as in _work: a rank must answer
             answer = Completion(job.id, self.rank, everything, f"{type(problem).__name__}: {problem}")
-        else:
-            done = future.result()
-            answer = Completion(job.id, self.rank, done.failed_pages, done.error, done.bytes, done.seconds)
-            if job.kind is JobKind.PREFETCH and self._copies is not None:
-                failed = set(done.failed_pages)
-                self._copies.arrived([page for i, page in enumerate(job.host_pages) if i not in failed])
         self._answer(transfer, answer)
 
     def _answer(self, transfer: Transfer, answer: Completion) -> None:
         try:
             self._on_complete(answer)
-        except Exception:
+        except BaseException:  # whatever it raises, whoever waits must not wait for ever
             _log.exception("the completion of job %d could not be booked", answer.id)
         transfer.finish(answer)
+        self._forget(answer.id)
+        transfer.call_back()
+
+    def _forget(self, job_id: int) -> None:
         with self._idle:
-            self._open.pop(answer.id, None)
-            self._futures.pop(answer.id, None)
-            self._cancelled.discard(answer.id)
+            self._open.pop(job_id, None)
+            self._futures.pop(job_id, None)
+            self._begun.discard(job_id)
+            self._cancelled.discard(job_id)
             self._idle.notify_all()

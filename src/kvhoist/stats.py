@@ -17,6 +17,7 @@ class CacheStats:
 
     jobs: by kind (`offload`, `load`, …) the jobs, pages, failed_pages, bytes and seconds of what finished.
     directory: pages and page states by tier, hits, evictions. storage and store: None without one.
+    num_store_errors: calls of the store outside of jobs (namespaces, stats, close) that raised.
     """
 
     jobs: Mapping[str, Mapping[str, float]]
@@ -27,6 +28,7 @@ class CacheStats:
     num_mismatches: int
     host_bytes: int
     page_bytes: int
+    num_store_errors: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

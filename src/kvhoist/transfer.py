@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
 
+from kvhoist.checks import seconds
 from kvhoist.errors import TransferError
 from kvhoist.messages import Completion, Job
+
+_log = logging.getLogger(__name__)
 
 
 class Transfer:
@@ -42,9 +46,9 @@ class Transfer:
         """Block until `layer` (or all, with None) of every page is in place.
 
         Raises TransferError when a page failed (`completion.failed_pages` says which), TimeoutError when `timeout_s`
-        passed first, in which case the transfer goes on.
+        passed first, in which case the transfer goes on, ConfigError for a `timeout_s` that is no time.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + seconds("timeout_s", timeout_s)
         with self._changed:
             while not self._in_place(layer):
                 left = None if deadline is None else deadline - time.monotonic()
@@ -67,12 +71,13 @@ class Transfer:
         return self._completion
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        """Call `callback(self)` when the job is answered: in the thread that answers, or now if it is answered."""
+        """Call `callback(self)` when the job is answered: in the thread that answers, or now if it is answered. One
+        that raises is logged, and does no other harm."""
         with self._changed:
             if self._completion is None:
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._call(callback)
 
     def arrive(self, num_layers: int) -> None:
         """For the mover: the first `num_layers` layers are in place."""
@@ -81,13 +86,23 @@ class Transfer:
             self._changed.notify_all()
 
     def finish(self, completion: Completion) -> None:
-        """For the mover: the job is answered."""
+        """For the mover: the job is answered. `call_back` follows, once nothing waits for this thread any more."""
         with self._changed:
             self._completion = completion
-            callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
+
+    def call_back(self) -> None:
+        """For the mover: call those who asked for it."""
+        with self._changed:
+            callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Transfer], None]) -> None:
+        try:
             callback(self)
+        except (Exception, SystemExit):  # a stranger's code: the thread that answers must live on
+            _log.exception("a callback of %r raised", self)
 
     def _in_place(self, layer: int | None) -> bool:
         if self._completion is not None:

@@ -10,7 +10,7 @@ from kvhoist.control.keys import chain_hashes
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.policy import WritePolicy
 from kvhoist.control.tiers import Tier
-from kvhoist.errors import PageIdError, PolicyError
+from kvhoist.errors import ConfigError, PageIdError, PolicyError
 from kvhoist.messages import Completion, Job, JobKind
 
 TOKENS = list(range(6 * PAGE_TOKENS))
@@ -91,6 +91,45 @@ def test_a_restored_rank_starts_with_an_empty_host_tier():
     answer(plane, offloaded(plane, space), 0, 1)
     assert len(plane.directory.match(space, KEYS)) == 6
     plane.audit()
+
+
+def test_a_restored_rank_is_not_asked_for_pages_that_were_in_use_when_it_was_lost():
+    plane, space, _ = make_plane()
+    answer(plane, offloaded(plane, space), 0, 1)
+    load = plane.load(space, KEYS, 0, 6, BLOCKS)
+    assert load is not None
+    plane.restore_rank(1)
+    answer(plane, load, 0)
+    assert plane.directory.match(space, KEYS) == [], "its host memory is new: these pages are not there"
+    assert plane.directory.stats().tiers["host"].free_pages == 8
+    plane.audit()
+
+
+def test_no_such_rank_can_be_restored():
+    plane, _, _ = make_plane()
+    with pytest.raises(ConfigError, match="no such rank"):
+        plane.restore_rank(2)
+
+
+@pytest.mark.parametrize("fault", ["blocks", "ranks"])
+def test_a_job_that_cannot_be_opened_takes_its_reservations_back(fault):
+    plane, space, _ = make_plane(storage=True)
+    if fault == "ranks":
+        plane.lose_rank(0)
+        plane.lose_rank(1)
+    with pytest.raises(ConfigError):
+        plane.offload(space, KEYS, 0, 6, BLOCKS[: 6 if fault == "ranks" else 3])
+    assert plane.directory.stats().tiers["host"].free_pages == 8
+    plane.audit()
+
+
+def test_a_question_that_hangs_is_not_asked_again():
+    plane, space, clock = make_plane(storage=True)
+    first = plane.lookup(space, KEYS, 0)
+    clock[0] = 100.0
+    assert plane.lookup(space, KEYS, 0) is None
+    answer(plane, first, 0, 1, failed=tuple(range(6)))
+    assert plane.lookup(space, KEYS, 0) is not None
 
 
 def test_a_load_pins_its_host_source_until_every_rank_has_it():

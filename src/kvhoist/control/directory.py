@@ -44,6 +44,15 @@ class Directory(DirectoryCore):
             self._spaces[name] = space
         return space
 
+    def owns(self, space: Space) -> bool:
+        """Tell whether `space` is one of this directory's: another's rows would lead to other pages here."""
+        return self._spaces.get((space.namespace.digest, space.group)) is space
+
+    @property
+    def telling(self) -> bool:
+        """Whether a subscriber is being called, in the middle of a change."""
+        return self._subscribers.telling
+
     def find(self, space: Space, key: bytes) -> Entry | None:
         """Return the entry of `key`, whatever it holds, None where there is none."""
         return self._table.entry(space, key)

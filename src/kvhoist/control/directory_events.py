@@ -37,6 +37,7 @@ class Subscribers:
         self._callbacks: dict[int, Callback] = {}
         self._next = 0
         self.num_errors = 0
+        self.telling = False
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
@@ -55,11 +56,14 @@ class Subscribers:
     def tell(self, kind: Literal["stored", "removed"], tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         event = Event(kind, tier, space.namespace.digest, space.group, tuple(keys))
         for callback in list(self._callbacks.values()):
+            self.telling = True
             try:
                 callback(event)
-            except Exception:  # a stranger's code: whatever it raises must not reach the scheduler
+            except (Exception, SystemExit):  # a stranger's code: whatever it raises must not reach the scheduler
                 self.num_errors += 1
                 _LOG.exception("a subscriber of the directory raised on %s in %s", kind, tier)
+            finally:
+                self.telling = False
 
 
 def by_space(entries: Sequence[Entry]) -> list[tuple[Space, list[bytes]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -59,6 +60,7 @@ class Flights:
         self._outbox: list[Job] = []
         self._flights: dict[int, _Flight] = {}
         self._filling: dict[tuple[Tier, Entry], int] = {}
+        self.num_asked = 0
 
     def take_jobs(self) -> list[Job]:
         """Return the jobs not yet handed to the ranks, oldest first, and forget them."""
@@ -74,31 +76,41 @@ class Flights:
         self._flights[job_id].joined.append(pins)
 
     def send(self, kind: JobKind, space: Space, entries: list[Entry], device_blocks: Sequence[int]) -> Job | None:
+        """Open a job over `entries`, reserved where it fills a tier of pages. When it cannot be opened (ConfigError:
+        blocks that do not fit, no rank left) the reservations are taken back."""
         if not entries:
             return None
         host_pages = [entry.page(Tier.HOST) for entry in entries]
-        job = self._tracker.open(
-            kind,
-            space.namespace.digest,
-            space.group,
-            [entry.key for entry in entries],
-            [page for page in host_pages if page is not None],
-            device_blocks,
-        )
-        reads = self._tier_read(kind)
-        if reads is not None:
-            self._directory.pin(entries, reads)
-        fills = self._tier_filled(kind)
+        reads, fills = self._tier_read(kind), self._tier_filled(kind)
+        with contextlib.ExitStack() as undo:
+            if fills is not None and fills is not Tier.STORAGE:
+                undo.callback(self._directory.fail, entries, fills, f"{kind}: the job could not be opened")
+            if reads is not None:
+                self._directory.pin(entries, reads)
+                undo.callback(self._directory.unpin, entries, reads)
+            job = self._tracker.open(
+                kind,
+                space.namespace.digest,
+                space.group,
+                [entry.key for entry in entries],
+                [page for page in host_pages if page is not None],
+                device_blocks,
+            )
+            undo.pop_all()
         if fills is not None:
             self._filling.update(dict.fromkeys(((fills, entry) for entry in entries), job.id))
         self._flights[job.id] = _Flight(space, entries)
         self._outbox.append(job)
         return job
 
+    def is_open(self, job_id: int) -> bool:
+        return job_id in self._flights
+
     def ask(self, space: Space, chain: Sequence[bytes], first: int) -> Job:
         """Open a LOOKUP of chain[first:]."""
         job = self._tracker.open(JobKind.LOOKUP, space.namespace.digest, space.group, chain[first:])
         self._flights[job.id] = _Flight(space, [], chain=chain)
+        self.num_asked += 1
         self._outbox.append(job)
         return job
 
@@ -114,6 +126,7 @@ class Flights:
         counters.seconds += finished.seconds
         reason = f"{job.kind}: {finished.error or 'no reason given'}"
         if job.kind is JobKind.LOOKUP:
+            self.num_asked -= 1
             self._book_lookup(flight, job, finished.failed_pages)
             return []
         fills = self._tier_filled(job.kind)

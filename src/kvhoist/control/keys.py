@@ -84,6 +84,10 @@ class TokenChain:
         self.page_tokens = page_tokens
         self.num_hashed_pages = 0
 
+    def salted_with(self, salt: bytes) -> bool:
+        """Tell whether `salt` is this chain's."""
+        return chain_root(self.page_tokens, salt) == self._root
+
     def keys(self, tokens: Tokens, extras: Mapping[int, bytes] | None = None) -> list[bytes]:
         """Return what `chain_hashes` returns for the same arguments."""
         checked = _check_extras(extras)

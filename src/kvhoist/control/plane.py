@@ -9,6 +9,7 @@ from kvhoist.control.entry import Entry
 from kvhoist.control.explain import Explanation
 from kvhoist.control.flights import Flights
 from kvhoist.control.jobs import Finished, JobTracker
+from kvhoist.control.lookups import Lookups
 from kvhoist.control.namespace import Namespace
 from kvhoist.control.paths import branches, path, runs
 from kvhoist.control.policy import HitCounter, WritePolicy, WriteWhen
@@ -17,7 +18,6 @@ from kvhoist.errors import PageIdError
 from kvhoist.geometry import CacheGroup
 from kvhoist.messages import Completion, Job, JobKind
 
-_LOOKUPS_REMEMBERED = 4096
 _MOST_LEFT_OUT = 1 << 16
 
 
@@ -47,12 +47,10 @@ class ControlPlane:
         self.policy = policy
         self.has_storage = has_storage
         self.tracker = JobTracker(num_ranks)
-        self._clock = clock
-        self._lookup_ttl_s = lookup_ttl_s
         self.flights = Flights(directory, self.tracker, device_owned=device_owned)
         self._hits = HitCounter(max_keys=1 << 18)
         self._left_out: set[bytes] = set()
-        self._asked: dict[tuple[bytes, bytes], float] = {}
+        self.lookups = Lookups(self.flights, clock, lookup_ttl_s)
 
     def space(self, namespace: Namespace, group_index: int = 0) -> Space:
         return self.directory.space(namespace, group_index)
@@ -156,31 +154,35 @@ class ControlPlane:
             if entry.is_ready(Tier.HOST)
             and not entry.is_ready(Tier.STORAGE)
             and self.flights.job_filling(entry, Tier.STORAGE) is None
+            and self.directory.find(entry.space, entry.key)
+            is entry  # else it was cleared, and its owner still holds it
         ]
         return self.flights.send(JobKind.PERSIST, lacking[0].space, lacking, ()) if lacking else None
 
-    def offload_victims(self, num_pages: int) -> list[Job]:
-        """Offload those of an owned device's next `num_pages` victims that the host tier lacks (write_back)."""
+    def offload_victims(self, num_pages: int, *, unless_stored: bool = False) -> list[Job]:
+        """Offload those of an owned device's next `num_pages` victims that the host tier lacks (write_back); with
+        `unless_stored` only those that storage lacks too."""
         victims = self.directory.victims(Tier.DEVICE, num_pages) if num_pages > 0 else []
         jobs = []
-        for branch in branches([entry for entry in victims if entry.page(Tier.HOST) is None]):
+        skipped = Tier.STORAGE if unless_stored else Tier.HOST
+        lacking = [e for e in victims if e.page(Tier.HOST) is None and not e.is_ready(skipped)]
+        for branch in branches(lacking):
             keys = path(branch[0])
             job = self.offload(branch[0].space, keys, len(keys) - len(branch), len(keys), for_whom="write_back")
             jobs += [job] if job else []
         return jobs
 
+    def num_unsafe(self) -> int:
+        """Count the pages that write_back still holds back on an owned device, where storage could take them."""
+        if self.policy.when is not WriteWhen.WRITE_BACK or not self.has_storage:
+            return 0
+        num_pages = self.directory.stats().tiers["device"].ready_pages
+        victims = self.directory.victims(Tier.DEVICE, num_pages)
+        return sum(e.page(Tier.HOST) is None and not e.is_ready(Tier.STORAGE) for e in victims)
+
     def lookup(self, space: Space, keys: Sequence[bytes], first: int) -> Job | None:
-        """Ask storage for keys[first:], unless that was asked less than `lookup_ttl_s` ago."""
-        if not self.has_storage or first >= len(keys):
-            return None
-        now = self._clock()
-        asked = (space.namespace.digest, keys[first] + keys[-1])
-        if now - self._asked.get(asked, -1e9) < self._lookup_ttl_s:
-            return None
-        if len(self._asked) >= _LOOKUPS_REMEMBERED:
-            self._asked.clear()
-        self._asked[asked] = now
-        return self.flights.ask(space, keys, first)
+        """Ask storage for keys[first:], unless that was asked less than `lookup_ttl_s` ago or was not answered yet."""
+        return self.lookups.ask(space, keys, first) if self.has_storage else None
 
     def commit(
         self,
@@ -215,17 +217,17 @@ class ControlPlane:
         return finished
 
     def restore_rank(self, rank: int) -> int:
-        """Count on a rank again that came back with empty host memory: every host copy that is not in use is given up.
-        Returns how many were."""
+        """Count on a rank again that came back with empty memory: what it still owed has failed, and every page is
+        forgotten as by `clear`, so that one in use (a pinned source, say) is not found again either. Returns the number
+        of pages forgotten."""
+        self.lose_rank(rank)
         self.tracker.restore_rank(rank)
-        return len(
-            self.directory.evict(Tier.HOST, self.directory.stats().tiers["host"].ready_pages, for_whom="restart")
-        )
+        return self.clear()
 
     def clear(self, space: Space | None = None) -> int:
         """Forget every page (of one space, or all) and what storage was asked. Pages in use go when they are given
         back. Returns the number of pages forgotten."""
-        self._asked.clear()
+        self.lookups.forget()
         return self.directory.clear(space)
 
     def explain(self, space: Space, keys: Sequence[bytes], num_tokens: int) -> Explanation:
@@ -246,9 +248,13 @@ class ControlPlane:
     def _offload_owned(self, space: Space, keys: Sequence[bytes], start: int, stop: int, for_whom: str) -> Job | None:
         """Offload those of keys[start:stop] that are ready on the device, not those still being written there."""
         reserved: list[Entry] = []
-        for low, high in runs(start, stop, lambda i: self._is_ready(space, keys[i], Tier.DEVICE)):
-            reserved += self.directory.reserve(space, keys, low, high, Tier.HOST, for_whom=for_whom)
-            self._note_left_out(space, keys, low, high)
+        try:
+            for low, high in runs(start, stop, lambda i: self._is_ready(space, keys[i], Tier.DEVICE)):
+                reserved += self.directory.reserve(space, keys, low, high, Tier.HOST, for_whom=for_whom)
+                self._note_left_out(space, keys, low, high)
+        except BaseException:
+            self.directory.fail(reserved, Tier.HOST, "offload: room for later pages could not be made")
+            raise
         return self.flights.send(JobKind.OFFLOAD, space, reserved, self._owned_blocks(reserved))
 
     def _is_ready(self, space: Space, key: bytes, tier: Tier) -> bool:

@@ -39,8 +39,8 @@ class WritePolicy:
                 choices=choices,
                 remedy="The engine evicts its own device pages without asking; use write_through." if foreign else None,
             )
-        if min_hits < 1:
-            raise PolicyError("min_hits is out of range", got=min_hits, expected="at least 1")
+        if not isinstance(min_hits, int) or isinstance(min_hits, bool) or min_hits < 1:
+            raise PolicyError("min_hits is out of range", got=repr(min_hits), expected="an int from 1 on")
         return cls(WriteWhen(name), min_hits)
 
     def offloads(self, num_hits: int) -> bool:
