@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvhoist.control.entry import Entry
 from kvhoist.control.pins import Pins
@@ -36,6 +36,7 @@ class Acquisition:
         self._for_whom = for_whom
         self._found_in: dict[int, Tier] = {}
         self._ready: list[Entry] = []
+        self._arriving: list[int] = []
 
     def step(self, dispatch: Callable[[], object]) -> list[Transfer]:
         """Start what can be started and return the transfers to wait for: none when the prefix is complete."""
@@ -51,6 +52,10 @@ class Acquisition:
         waits = [self._all_transfers[job_id] for job_id in sorted(job_ids) if job_id in self._all_transfers]
         self.transfers += [transfer for transfer in waits if transfer not in self.transfers]
         self._ready = _leading_ready(entries)
+        filling = self._plane.flights.job_filling
+        self._arriving = _device_pages(  # not what another request is computing: that is not ours to read
+            itertools.takewhile(lambda e: e.is_ready(Tier.DEVICE) or filling(e, Tier.DEVICE) in job_ids, entries)
+        )
         return waits
 
     def look(self) -> None:
@@ -65,19 +70,9 @@ class Acquisition:
         return all(transfer.job.kind is JobKind.LOAD for transfer in waits)
 
     def pages(self, *, loading: bool) -> list[int]:
-        """Return the device pages of the leading pages that are ready (or, with `loading`, on their way)."""
-        entries = self._plane.directory.match(self._space, self._keys[: self._limit]) if loading else self._ready
-        pages = []
-        for entry in entries:
-            page = entry.page(Tier.DEVICE)
-            if page is None or not (entry.is_ready(Tier.DEVICE) or self._is_loading(entry)):
-                break  # what another request is computing is not ours to read
-            pages.append(page)
-        return pages
-
-    def _is_loading(self, entry: Entry) -> bool:
-        job_id = self._plane.flights.job_filling(entry, Tier.DEVICE)
-        return any(transfer.job.id == job_id for transfer in self.transfers)
+        """Return the device pages of the leading pages that the last step or look found ready (with `loading`: or on
+        their way in jobs that were joined). All of them are pinned, or will be when their load is done."""
+        return self._arriving if loading else _device_pages(self._ready)
 
     def finish(self, num_pages: int) -> dict[str, int]:
         """Count the hit and return how many of the first `num_pages` pages were found in which tier. Pages that storage
@@ -145,6 +140,10 @@ class Acquisition:
                 if job_id is not None:
                     job_ids.add(job_id)
         return job_ids
+
+
+def _device_pages(entries: Iterable[Entry]) -> list[int]:
+    return [page for entry in entries if (page := entry.page(Tier.DEVICE)) is not None]
 
 
 def _leading_ready(entries: list[Entry]) -> list[Entry]:

@@ -219,15 +219,15 @@ class Binding:
             except Exception:
                 self._store_failed("close")
         with self.lock:
-            unfinished = self.plane.tracker.jobs()
-            for job in unfinished:
-                self.plane.complete(_all_failed(job, "the cache was closed first"))
-            self.plane.take_jobs()
             if ended:
                 self.arena.close()
+            unfinished = self.plane.tracker.jobs()
             pages = sum(job.num_pages for job in unfinished)
             if self._report is None:  # unless another thread closed it meanwhile
                 self._report = CloseReport(len(unfinished), pages, not ended, time.monotonic() - started)
+            for job in unfinished:
+                self.plane.complete(_all_failed(job, "the cache was closed first"))
+            self.plane.take_jobs()
             self.plane.audit()
         return self._report
 

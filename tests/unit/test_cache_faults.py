@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import PAGE_TOKENS, TinyEngine, namespace
 
+from kvhoist import acquire
 from kvhoist.config import CacheConfig
 from kvhoist.control.eviction.lru import LruPolicy
 from kvhoist.control.keys import TokenChain
@@ -115,6 +116,38 @@ def test_a_layerwise_lease_holds_no_page_that_another_request_is_computing(monke
                 gate.set()
                 lease.wait(timeout_s=30)
                 engine.check(PROMPT, lease)
+
+
+@pytest.mark.parametrize("when", ["while its loads are under way", "before its pages are read off"])
+def test_a_layerwise_lease_keeps_its_pages_when_the_cache_is_cleared(when, monkeypatch):
+    gate = hold_copies(monkeypatch, "device")
+    with TinyEngine(device_pages=12, host_pages=16) as engine:
+        engine.run(PROMPT)
+        assert engine.cache.flush(10)
+        engine.cache.evict("device", 12)
+        engine.scribble()
+        run = acquire.run
+
+        def run_and_clear(*arguments: Any, **options: Any) -> Any:
+            loads = run(*arguments, **options)
+            engine.cache.clear()
+            return loads
+
+        if when.startswith("before"):
+            monkeypatch.setattr(acquire, "run", run_and_clear)
+        with engine.cache.acquire(engine.cache.match(PROMPT), layerwise=True) as lease:
+            assert lease.num_pages == 10
+            engine.cache.clear()
+            gate.set()
+            lease.wait(timeout_s=30)
+            engine.cache.audit()
+            assert engine.cache.match(PROMPT).num_pages == 0
+            with engine.cache.reserve(OTHER) as reservation:
+                for index, page in zip(reservation.page_indices, reservation.device_pages, strict=True):
+                    engine.compute(OTHER, index, page)
+            engine.check(PROMPT, lease)
+        assert engine.cache.flush(10)
+        assert engine.cache.stats().directory.tiers["device"].free_pages == 12
 
 
 def test_a_match_of_another_cache_is_refused():

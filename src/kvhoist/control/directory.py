@@ -197,6 +197,15 @@ class Directory(DirectoryCore):
             raise wrong_state("published", wrong, tier, f"a page being filled in {tier}", "Publish once.")
         return published
 
+    def complete_cleared(self, entries: Sequence[Entry], tier: Tier) -> list[Entry]:
+        """Complete those of `entries` whose space was cleared while they were filled, for owners who wait for them.
+        Found by nobody, still pinned once by the reservation, they vanish with the last pin. Returns them."""
+        cleared = [entry for entry in entries if entry.flags & DOOMED and entry.is_filling(tier)]
+        for entry in cleared:
+            entry.flags |= READY[tier]
+        self._book(tier).num_filling -= len(cleared)
+        return cleared
+
     def fail(self, entries: Sequence[Entry], tier: Tier, reason: str) -> None:
         """Give up copies that were being filled: never visible, their pages free again; `explain` tells the reason.
         Raises PageIdError, having done all others, for a copy that is not being filled."""

@@ -139,9 +139,11 @@ class Flights:
         if fills is Tier.STORAGE:
             self._directory.set_stored(flight.space, [entry.key for entry in good], True)
         elif fills is not None:
-            good = self._directory.publish(good, fills)
+            cleared = self._directory.complete_cleared(good, fills) if flight.joined else []
+            good = self._directory.publish([e for e in good if e not in cleared] if cleared else good, fills)
             for pins in flight.joined:
-                pins.add(good, fills)
+                pins.add(good + cleared, fills)
+            self._directory.unpin(cleared, fills)
             self._directory.fail(bad, fills, reason)
             if job.kind is JobKind.PREFETCH and bad_keys:
                 self._directory.set_stored(flight.space, bad_keys, False, reason)
