@@ -52,10 +52,11 @@ class Acquisition:
         waits = [self._all_transfers[job_id] for job_id in sorted(job_ids) if job_id in self._all_transfers]
         self.transfers += [transfer for transfer in waits if transfer not in self.transfers]
         self._ready = _leading_ready(entries)
-        filling = self._plane.flights.job_filling
-        self._arriving = _device_pages(  # not what another request is computing: that is not ours to read
-            itertools.takewhile(lambda e: e.is_ready(Tier.DEVICE) or filling(e, Tier.DEVICE) in job_ids, entries)
-        )
+        if job_ids:  # what another request is computing is not ours to read
+            filling = self._plane.flights.job_filling
+            self._arriving = _device_pages(
+                itertools.takewhile(lambda e: e.is_ready(Tier.DEVICE) or filling(e, Tier.DEVICE) in job_ids, entries)
+            )
         return waits
 
     def look(self) -> None:
