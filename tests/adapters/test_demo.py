@@ -83,3 +83,11 @@ def test_the_page_cache_is_dropped_without_touching_the_files(tmp_path: Path) ->
     (tmp_path / "a" / "b").write_bytes(b"x" * 10_000)
     assert drop_page_cache(tmp_path) == 10_000
     assert (tmp_path / "a" / "b").read_bytes() == b"x" * 10_000
+
+
+def test_the_demos_folder_may_hold_what_an_address_cannot(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "why? 100% ü"
+    options = session.DemoOptions(str(tiny_checkpoint), folder, device_tokens=64, host_bytes=4 << 20)
+    with options.open() as cached:
+        cached.cache.audit()
+    assert (folder / "kvhoist-store.json").exists()

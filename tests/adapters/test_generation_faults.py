@@ -12,6 +12,7 @@ from tiny_models import PAGE_TOKENS, Wrap, prompt_of, push_out
 
 from kvhoist.adapters.transformers import CancelToken, Sampling
 from kvhoist.demo.oracles import greedy
+from kvhoist.errors import ConfigError, TokenError
 from kvhoist.storage import MemoryStore
 
 NINE = Sampling(max_new_tokens=9)
@@ -127,3 +128,40 @@ def test_a_store_that_fails_costs_a_recompute_only(llama: Any, wrap: Wrap) -> No
     generation = cached.generate(prompt, NINE)
     assert generation.tokens == _expected(llama, prompt)
     assert generation.report.recomputed_tokens == 30
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [1.9], ["5"], [[1, 2]], {"input_ids": [1]}, [None], [float("nan")]])
+def test_a_prompt_that_is_neither_text_nor_ids_is_refused(llama: Any, wrap: Wrap, prompt: Any) -> None:
+    with pytest.raises(TokenError, match="a str, or one sequence of ints"):
+        wrap(llama).generate(prompt, NINE)
+
+
+@pytest.mark.parametrize("device_tokens", ["256", 256.5, True])
+def test_device_tokens_that_are_no_int_are_refused(llama: Any, wrap: Wrap, device_tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="device_tokens is no number of tokens"):
+        wrap(llama, device_tokens=device_tokens)
+
+
+def test_a_stream_that_another_thread_reads_says_so_and_goes_on(llama: Any, wrap: Wrap) -> None:
+    cached = wrap(llama)
+    forward, inside, go_on = cached.forward, threading.Event(), threading.Event()
+
+    class Waiting:
+        model, shape = forward.model, forward.shape
+
+        def __call__(self, *args: Any) -> Any:
+            inside.set()
+            assert go_on.wait(20)
+            return forward(*args)
+
+    cached.forward = Waiting()  # type: ignore[assignment]
+    stream = cached.stream(prompt_of(15), NINE)
+    reader = threading.Thread(target=lambda: list(stream))
+    reader.start()
+    assert inside.wait(20)
+    for act in (stream.close, lambda: next(stream)):
+        with pytest.raises(ConfigError, match="Pass a CancelToken"):
+            act()
+    go_on.set()
+    reader.join()
+    assert stream.result.tokens == _expected(llama, prompt_of(15))

@@ -71,3 +71,30 @@ def test_a_text_cut_inside_a_character_ends_as_the_tokenizer_decodes_it(byte_tok
     stream = TextStream(byte_tokenizer)
     assert "".join(map(stream.push, tokens)) == "n"
     assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_new_tokens": "5"},
+        {"max_new_tokens": 1.5},
+        {"max_new_tokens": True},
+        {"temperature": "hot"},
+        {"temperature": None},
+        {"top_k": 1.5},
+        {"top_p": "most"},
+        {"seed": 1.5},
+        {"seed": 1 << 70},
+        {"stop_tokens": 5},
+        {"stop_tokens": "ab"},
+    ],
+)
+def test_sampling_of_a_wrong_type_is_refused_when_it_is_made(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))} .*expected"):
+        Sampling(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1e-320}, {"temperature": 1e-45}, {"top_p": 1e-300}])
+def test_the_smallest_temperature_and_share_are_greedy(fields: dict[str, Any]) -> None:
+    sampling = Sampling(**{"temperature": 1.0, "seed": 1, **fields})
+    assert {Sampler(sampling).choose(_LOGITS) for _ in range(20)} == {1}

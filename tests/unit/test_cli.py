@@ -159,3 +159,49 @@ def test_errors_of_a_benchmark_read_as_errors(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kvhoist.bench.copy, "run", refuse)
     result = run("bench", "copy")
     assert (result.exit_code, result.stderr) == (2, "error: no. Do this.\n")
+
+
+@pytest.mark.parametrize("path", ["{}", "{}/x.xyz", "{}/x", "{}/nowhere/x.png", ""])
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_demo_runs(tmp_path: Path, path: str) -> None:
+    result = run("demo", "--plot", path.format(tmp_path), "--folder", str(tmp_path / "store"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert "--plot" in result.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_the_system_refuses_is_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVHOIST_CACHE_DIR", f"{tmp_path}/file/below")
+    result = run("demo", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"error: {tmp_path}/file/below: Not a directory\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["store", "ls", "~nobody-here/x"],
+        ["demo", "--folder", "~nobody-here/x"],
+        ["explain", "--store", "~nobody-here/x", "--text", "a"],
+        ["bench", "storage", "--smoke", "--folder", "/nowhere"],
+        ["store", "ls", "file://host/x"],
+    ],
+)
+def test_a_folder_that_cannot_be_is_one_line(command: list[str]) -> None:
+    result = run(*command)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_explain_takes_the_address_that_the_store_was_opened_by(tmp_path: Path) -> None:
+    result = run("explain", "--store", f"file:{tmp_path}/none?capacity=8GiB", "--text", "a")
+    assert f"got {tmp_path}/none; expected a folder" in result.stderr
+
+
+def test_doctor_reports_a_home_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHOIST_CACHE_DIR", "~nobody-here/x")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "home of nobody known" in result.stdout

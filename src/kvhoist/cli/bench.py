@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvhoist.cli.output import JsonOption, console, print_json, tables_of, working
+from kvhoist.errors import ConfigError
 
 bench_app = typer.Typer(
     name="bench", help="Measure this machine: medians, ratios, both arms in one run.", no_args_is_help=True
@@ -40,6 +41,8 @@ def storage(
     """Write and read pages in a FileStore, beside plain sequential I/O on the same disk."""
     from kvhoist.bench.storage import run
 
+    if folder is not None and not folder.is_dir():
+        raise ConfigError("--folder is no folder", got=str(folder), expected="a folder on the disk to measure")
     with working("measuring storage (some minutes)", as_json=as_json):
         result = run(folder, num_pages=pages, smoke=smoke)
     _show(result, as_json)

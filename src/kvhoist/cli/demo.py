@@ -15,8 +15,9 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from kvhoist.cli.output import JsonOption, console, print_json, progress_bar, side_console
+from kvhoist.demo.plot import check_plot, plot_turns
 from kvhoist.errors import ConfigError
-from kvhoist.settings import Settings
+from kvhoist.settings import Settings, user_path
 from kvhoist.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -52,13 +53,11 @@ def demo(
     num_host_bytes = parse_bytes(host_bytes, name="--host-bytes")
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError("unknown --dtype", got=dtype, choices=["float32", "bfloat16"])
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ConfigError("the folder of --plot is not there", got=str(plot.absolute().parent))
+    if plot is not None:
+        check_plot(plot)
     with _store_folder(folder) as place, redirect_stdout(sys.stderr):  # results alone go to stdout
         result = _run(model, dtype, place, num_host_bytes, device_tokens, page_tokens, new_tokens)
     if plot is not None:
-        from kvhoist.demo.plot import plot_turns
-
         plot_turns(result.turns, result.restarted, plot, f"{Path(result.options.model).name}, {dtype}")
     _show(result, as_json=as_json)
     if as_json:
@@ -105,7 +104,7 @@ def _run(
 def _store_folder(chosen: Path | None) -> Iterator[Path]:
     """Give the folder of the store: the user's, which must hold no pages of an earlier run, or one that is removed."""
     if chosen is not None:
-        folder = chosen.expanduser().absolute()
+        folder = user_path(chosen).absolute()
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(
                 "the demo begins with an empty store, so that its first turns are misses",

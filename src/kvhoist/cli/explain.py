@@ -96,18 +96,20 @@ def _read_tokens(path: Path) -> list[int]:
             if text.lstrip().startswith("[")
             else [int(word) for word in text.replace(",", " ").split()]
         )
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} holds no token ids", got=str(error), expected="ints, as JSON or by space") from error
     return list(ids)
 
 
 def _read_chat(path: Path) -> list[dict[str, str]]:
+    text = _read(path)
     try:
-        messages = json.loads(_read(path))
-    except ValueError as error:
+        messages = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON", got=str(error)) from error
     if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+        isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+        for message in messages
     ):
         raise ConfigError(f"{path} is no chat", expected='a JSON list of {"role": ..., "content": ...}')
     return messages

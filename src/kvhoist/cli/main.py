@@ -6,6 +6,7 @@ benchmarks) when they run, so that the application starts at once.
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from typing import Annotated, Any
@@ -29,7 +30,8 @@ ERROR_EXIT = 2
 
 
 class _Group(TyperGroup):
-    """Turns a KvhoistError of any command into one line on stderr; others are our bugs and keep their traceback."""
+    """Turns a KvhoistError of any command, and what the system refuses (a folder without access, a full disk), into one
+    line on stderr; others are our bugs and keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -37,8 +39,19 @@ class _Group(TyperGroup):
         except KvhoistError as error:
             if ctx.params.get("debug"):
                 raise
-            side_console().print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+            _print_error(str(error))
             raise typer.Exit(ERROR_EXIT) from error
+        except OSError as error:
+            if ctx.params.get("debug") or error.errno == errno.EPIPE:  # click ends quietly where the reader has gone
+                raise
+            where = "" if error.filename is None else f"{error.filename}: "
+            _print_error(f"{where}{error.strerror or error}")
+            raise typer.Exit(ERROR_EXIT) from error
+
+
+def _print_error(text: str) -> None:
+    line = " ".join(text.encode("utf-8", "replace").decode().split("\n"))
+    side_console().print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)
 
 
 app = typer.Typer(

@@ -53,7 +53,8 @@ def working(what: str, *, as_json: bool) -> Iterator[None]:
 def progress_bar() -> Progress:
     """Return a bar on stderr for work of known length; shown only where that is a terminal, and gone afterwards."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=side_console(), transient=True)
+    side = side_console()
+    return Progress(*columns, console=side, transient=True, disable=not side.is_terminal)
 
 
 def tables_of(data: Mapping[str, Any]) -> list[RenderableType]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvhoist.demo.session import Turn
-from kvhoist.errors import MissingDependencyError
+from kvhoist.errors import ConfigError, MissingDependencyError
 
+if TYPE_CHECKING:
+    from kvhoist.demo.session import Turn
+
+_SUFFIXES = (".png", ".svg", ".pdf")
 _SOURCES = (
     ("device", "device_tokens", "#1b9e77"),
     ("host memory", "host_tokens", "#7570b3"),
@@ -16,13 +21,23 @@ _SOURCES = (
 )
 
 
+def check_plot(path: Path) -> None:
+    """Raise, before minutes of work, what `plot_turns` would raise: ConfigError for a path that cannot be drawn to,
+    MissingDependencyError without matplotlib."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError("the folder of --plot is not there", got=str(folder))
+    if path.suffix.lower() not in _SUFFIXES or path.is_dir():
+        raise ConfigError("--plot is no picture's name", got=repr(str(path)), choices=[f"*{s}" for s in _SUFFIXES])
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependencyError("--plot needs matplotlib", remedy="Run: pip install 'kvhoist[bench]'.")
+
+
 def plot_turns(turns: Sequence[Turn], restarted: Turn, path: Path, title: str) -> None:
-    """Draw `turns` and the turn after the restart to `path`, in its suffix's format. Raises MissingDependencyError
-    without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError("--plot needs matplotlib", remedy="Run: pip install 'kvhoist[bench]'.") from error
+    """Draw `turns` and the turn after the restart to `path`, in its suffix's format. Raises as `check_plot` does."""
+    check_plot(path)
+    from matplotlib.figure import Figure
+
     shown = [*turns, restarted]
     labels = [f"{turn.who} {turn.number}" for turn in turns] + [f"{restarted.who} {restarted.number}\nnew process"]
     places = range(len(shown))

@@ -49,14 +49,17 @@ def answer_in_new_process(options: DemoOptions, prompt: Sequence[int]) -> dict[s
         "prompt": list(prompt),
         "threads": torch.get_num_threads(),  # another number sums in another order
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "kvhoist.demo.restart"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvhoist.demo.restart"],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise KvhoistError("the restarted process did not answer", got=f"nothing in {_TIMEOUT_S} s") from error
     if done.returncode:
         raise KvhoistError("the restarted process failed", got=f"exit status {done.returncode}: {done.stderr[-2000:]}")
     reply: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

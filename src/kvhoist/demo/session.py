@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from kvhoist.adapters.transformers import CachedModel, Sampling
 from kvhoist.demo.conversations import AFTER_RESTART, SCHEDULE, Conversation, conversations
 from kvhoist.demo.oracles import KeptInMemory, Recorder, first_difference, greedy
+from kvhoist.storage import FileStore
 
 STORE_CAPACITY = "4GiB"
 HOST_SHARE = 0.75
@@ -33,16 +35,21 @@ class DemoOptions:
     page_tokens: int = 32
     new_tokens: int = 16
 
-    def open(self) -> CachedModel:
-        """Load the model and bind it to the store in `folder`."""
-        return CachedModel.from_pretrained(
-            self.model,
-            dtype=self.dtype,
-            page_tokens=self.page_tokens,
-            device_tokens=self.device_tokens,
-            host_bytes=self.host_bytes,
-            store=f"file:{self.folder}?capacity={STORE_CAPACITY}",
-        )
+    @contextmanager
+    def open(self) -> Iterator[CachedModel]:
+        """Load the model and bind it to the store in `folder`, whose path may hold what an address cannot (a `?`)."""
+        with (
+            FileStore(self.folder, capacity=STORE_CAPACITY) as store,
+            CachedModel.from_pretrained(
+                self.model,
+                dtype=self.dtype,
+                page_tokens=self.page_tokens,
+                device_tokens=self.device_tokens,
+                host_bytes=self.host_bytes,
+                store=store,
+            ) as cached,
+        ):
+            yield cached
 
     @property
     def sampling(self) -> Sampling:

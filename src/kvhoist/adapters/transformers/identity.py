@@ -8,8 +8,13 @@ move the last bits but are accidents of a run, not of a model, and are left out:
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvhoist.control.namespace import Namespace
 from kvhoist.fingerprint import fingerprint_checkpoint, fingerprint_tensors
@@ -17,11 +22,64 @@ from kvhoist.geometry import CacheGeometry
 
 
 def weights_fingerprint(model: Any, checkpoint: Path | None) -> str:
-    """Return the fingerprint of the checkpoint where the model is known to be its unchanged content, else of the
-    tensors in memory: a model's own claim where it came from would hide what was merged into it or trained since."""
+    """Return the fingerprint of the checkpoint where the model is known to be its unchanged content, else of what is in
+    memory: a model's own claim where it came from would hide what was merged into it or trained since.
+
+    In memory these are all tensors, buffers that no checkpoint holds (RoPE's frequencies) included, and the modules:
+    an adapter's scaling or choice is no tensor.
+    """
     if checkpoint is not None:
         return fingerprint_checkpoint(checkpoint)
-    return fingerprint_tensors(model.state_dict())
+    tensors = fingerprint_tensors({**model.state_dict(), **dict(model.named_buffers())})
+    modules = [(name, type(module).__qualname__, _hooks_of(module)) for name, module in model.named_modules()]
+    described = json.dumps([modules, _foreign_modules(model)], sort_keys=True)
+    return f"{tensors}/modules:{sha256(described.encode()).hexdigest()}"
+
+
+def model_state(model: Any) -> dict[str, object]:
+    """Return what tells, within this process, whether a model still is what its namespace was made of: by topic, values
+    that are equal as long as nobody changed it. A millisecond for a large model; reads no weights.
+
+    What it cannot see is a write past autograd's bookkeeping (`weight.data.mul_()`).
+    """
+    device_type = next(model.parameters()).device.type
+    tensors = (*model.parameters(), *model.buffers())
+    return {
+        "weights": [(t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype) for t in tensors],
+        "modules": (json.dumps(_foreign_modules(model)), [_hooks_of(module) for module in model.modules()]),
+        "training mode": [module.training for module in model.modules()],
+        "attention implementation": model.config._attn_implementation,
+        "autocast": torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+    }
+
+
+_LIBRARIES = ("torch", "transformers", "transformers_modules")
+
+
+def _foreign_modules(model: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return the plain attributes of those modules that neither torch nor the model's code made: adapters and the like,
+    whose scaling, rank or choice of an adapter decide what they compute."""
+    return [
+        (name, {key: value for key, value in vars(module).items() if _is_plain(value)})
+        for name, module in model.named_modules()
+        if type(module).__module__.partition(".")[0] not in _LIBRARIES
+    ]
+
+
+def _hooks_of(module: Any) -> list[str]:
+    def names() -> Iterator[str]:
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            yield getattr(hook, "__qualname__", type(hook).__qualname__)
+
+    return list(names())
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(nested) for key, nested in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def model_namespace(

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvhoist.errors import ConfigError, MissingDependencyError
+from kvhoist.settings import user_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn whatever the libraries raise over a folder's files into a ConfigError."""
+    try:
+        yield
+    except Exception as error:  # each format and each family has its own
+        text = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+        raise ConfigError(
+            f"{what} cannot be loaded",
+            got=f"{type(error).__name__}: {text}",
+            remedy="Check that its files are whole, and that dtype, device and attention are ones that it can have.",
+        ) from error
 
 
 def resolve_model(name: str | Path) -> Path:
@@ -20,7 +36,7 @@ def resolve_model(name: str | Path) -> Path:
 
     Raises ConfigError where it is neither.
     """
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if folder.is_dir():
         if (folder / "config.json").is_file():
             return folder
@@ -53,18 +69,22 @@ def dtype_of(name: str | None) -> torch.dtype | str:
 
 
 def load_model(folder: Path, *, dtype: str | None = None, device: str = "cpu", attention: str | None = None) -> Any:
-    """Return the causal language model of `folder` in inference mode."""
+    """Return the causal language model of `folder` in inference mode. Raises ConfigError where it cannot be loaded."""
     from transformers import AutoModelForCausalLM
 
     extra = {} if attention is None else {"attn_implementation": attention}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of(dtype), **extra)
-    return model.to(device).eval()
+    chosen = dtype_of(dtype)
+    with reading(f"the model in {folder}"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, **extra)
+        return model.to(device).eval()
 
 
 def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of `folder`. Raises ConfigError where there is none that can be read."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    with reading(f"the tokenizer in {folder}"):
+        return AutoTokenizer.from_pretrained(folder)
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:

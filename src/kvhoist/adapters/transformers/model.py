@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from operator import index as as_index
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from kvhoist.adapters.transformers.identity import model_namespace, weights_fingerprint
+from kvhoist.adapters.transformers.identity import model_namespace, model_state, weights_fingerprint
 from kvhoist.adapters.transformers.loading import chat_tokens, load_model, load_tokenizer, resolve_model
 from kvhoist.adapters.transformers.pool import PagedPool
 from kvhoist.adapters.transformers.prefix import Prefixes
@@ -76,6 +77,11 @@ class CachedModel:
             attention=str(model.config._attn_implementation),
             tenant=tenant,
         )
+        self._state = model_state(model)
+        self.end_tokens = _end_tokens(model, tokenizer)
+        self.forward = Forward(model, shape)
+        self._num_embeddings = model.get_input_embeddings().num_embeddings
+        self._max_tokens = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.pool = PagedPool(shape, num_pages)
         self.cache = HierarchicalCache(
             shape.geometry,
@@ -85,11 +91,7 @@ class CachedModel:
             store=store,
             config=cache_config or CacheConfig(),
         )
-        self.end_tokens = _end_tokens(model, tokenizer)
-        self.forward = Forward(model, shape)
         self._prefixes = Prefixes(self.cache, self.pool)
-        self._num_embeddings = model.get_input_embeddings().num_embeddings
-        self._max_tokens = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._compute_lock = threading.Lock()
         self._closed = False
 
@@ -213,11 +215,18 @@ class CachedModel:
 
     def _run(self, rows: Sequence[Row]) -> Run:
         if self._closed:
-            raise ClosedError("this CachedModel is closed")
+            raise ClosedError("this CachedModel is closed", remedy="Build a new one; a store keeps its pages.")
+        state = model_state(self.model)
+        if state != self._state:
+            raise ConfigError(
+                "the model is not what it was when it was wrapped, and its cached pages would be wrong",
+                got=", ".join(f"other {topic}" for topic, value in state.items() if value != self._state[topic]),
+                remedy="Undo that, or build a new CachedModel from the model as it is now.",
+            )
         return Run(self.forward, self._prefixes, rows, self.end_tokens, self._compute_lock)
 
     def _row(self, prompt: Prompt, sampling: Sampling, salt: bytes) -> Row:
-        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if not tokens:
             raise ConfigError("the prompt is empty", expected="at least one token")
         wrong = next((i for i, token in enumerate(tokens) if not 0 <= token < self._num_embeddings), None)
@@ -237,6 +246,15 @@ class CachedModel:
         return Row(tokens, sampling, salt)
 
 
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        return [as_index(token) for token in prompt]
+    except (TypeError, ValueError) as error:
+        raise TokenError(
+            "the prompt is neither text nor token ids", got=str(error), expected="a str, or one sequence of ints"
+        ) from error
+
+
 def _num_pages(page_bytes: int, page_tokens: int, tokens: int | None, num_bytes: int | str | None) -> int:
     if (tokens is None) == (num_bytes is None):
         raise ConfigError(
@@ -246,6 +264,8 @@ def _num_pages(page_bytes: int, page_tokens: int, tokens: int | None, num_bytes:
         )
     num_pages = parse_bytes(num_bytes, name="device_bytes") // page_bytes if num_bytes is not None else 0
     if tokens is not None:
+        if not isinstance(tokens, int) or isinstance(tokens, bool):
+            raise ConfigError("device_tokens is no number of tokens", got=repr(tokens), expected="an int")
         num_pages = tokens // page_tokens
     if num_pages < 1:
         raise ConfigError(

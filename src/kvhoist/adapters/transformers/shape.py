@@ -78,6 +78,12 @@ def probe_shape(model: Any, *, page_tokens: int) -> CacheShape:
     RoPE that depends on the length; GeometryError where config and forward disagree; ConfigError for a model that is
     spread over several devices or in training mode.
     """
+    if getattr(getattr(model, "config", None), "get_text_config", None) is None:
+        raise ConfigError(
+            "this is no model of transformers",
+            got=type(model).__name__,
+            expected="a causal language model of transformers >= 5",
+        )
     config = model.config.get_text_config(decoder=True)
     _refuse_moving_rope(config)
     _check_mode(model)
@@ -110,7 +116,7 @@ def probe_shape(model: Any, *, page_tokens: int) -> CacheShape:
 
 
 def _check_mode(model: Any) -> None:
-    if model.training:
+    if any(module.training for module in model.modules()):
         raise ConfigError(
             "the model is in training mode, where dropout makes every forward different", remedy="Call model.eval()."
         )

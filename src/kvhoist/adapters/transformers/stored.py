@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import AutoConfig
 
 from kvhoist.adapters.transformers.identity import model_namespace
+from kvhoist.adapters.transformers.loading import reading
 from kvhoist.control.explain import Explanation, Miss, MissKind, PageState
 from kvhoist.control.keys import chain_hashes
 from kvhoist.control.namespace import Namespace
@@ -31,7 +33,8 @@ def namespace_of_checkpoint(
     weights_id: str | None = None,
 ) -> Namespace:
     """Return the namespace that `CachedModel.from_pretrained(folder, ...)` with the same options uses."""
-    config = AutoConfig.from_pretrained(folder)
+    with reading(f"the config in {folder}"):
+        config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config(decoder=True)
     kv_dtype = kv_dtype_of(text, dtype)
     return model_namespace(
@@ -71,7 +74,7 @@ def _miss(store: Store, namespace: Namespace, tokens: Sequence[int], page: int, 
     """Look for the first missing tokens in every other namespace of the store, each in its own page length."""
     first_token = page * page_tokens
     for digest, fields in store.namespaces().items():
-        theirs = int(fields.get(_PAGE_TOKENS_FIELD, page_tokens))
+        theirs = _page_tokens_of(fields, page_tokens)
         wanted = first_token // theirs
         keys = chain_hashes(tokens, theirs, salt=salt)[wanted : wanted + 1]
         if digest != namespace.digest and any(_held(store, digest, keys)):
@@ -82,6 +85,12 @@ def _miss(store: Store, namespace: Namespace, tokens: Sequence[int], page: int, 
             return Miss(MissKind.OTHER_NAMESPACE, page, text, tier="storage", fields=differing)
     text = f"Page {page} (token {first_token} on) is not in this store: never stored, or evicted or removed since."
     return Miss(MissKind.NEVER_SEEN, page, text)
+
+
+def _page_tokens_of(fields: Mapping[str, str], default: int) -> int:
+    text = fields.get(_PAGE_TOKENS_FIELD, "")
+    # A note may say anything: it lies in a folder that others write to.
+    return int(text) if re.fullmatch("[1-9][0-9]{0,5}", text) else default
 
 
 def _shown(name: str, theirs: dict[str, str], ours: dict[str, str]) -> str:

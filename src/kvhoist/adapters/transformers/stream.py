@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 from kvhoist.adapters.transformers.report import Generation
@@ -42,8 +43,13 @@ class Stream(Iterator[Piece]):
         self._text = TextStream(tokenizer) if tokenizer is not None else None
         self._pieces: list[str] = []
         self._ended = False
+        self._turn = threading.Lock()
 
     def __next__(self) -> Piece:
+        with self._one_thread():
+            return self._next()
+
+    def _next(self) -> Piece:
         try:
             ((_, token),) = next(self._steps)
         except BaseException:
@@ -56,9 +62,10 @@ class Stream(Iterator[Piece]):
         return Piece(token, text)
 
     def close(self) -> None:
-        """End the generation. Idempotent."""
-        self._steps.close()
-        self._end()
+        """End the generation. Idempotent. Raises ConfigError while another thread computes a step."""
+        with self._one_thread():
+            self._steps.close()
+            self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -75,6 +82,19 @@ class Stream(Iterator[Piece]):
         return Generation(
             tuple(row.tokens), "".join(self._pieces), row.finish_reason or "cancelled", row.report(self._run.started_at)
         )
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        if not self._turn.acquire(blocking=False):
+            raise ConfigError(
+                "another thread is computing a step of this stream",
+                expected="one thread at a time",
+                remedy="Pass a CancelToken as `cancelled` to end it from elsewhere.",
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _end(self) -> None:
         if self._text is not None and not self._ended:
