@@ -8,6 +8,8 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future
 
 from kvhoist.config import CacheConfig
 from kvhoist.control.directory import Directory
@@ -28,6 +30,7 @@ from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.open import open_store
+from kvhoist.storage.outcomes import PageOutcomes
 from kvhoist.storage.record import Sealer
 from kvhoist.transfer import Transfer
 
@@ -56,6 +59,7 @@ class Binding:
             group.blocks_per_page if device.layout.unit is Unit.BLOCK else 1
         )
         self.num_store_errors = 0
+        self._noting: list[Future[PageOutcomes]] = []
         self._pid = os.getpid()
         self._report: CloseReport | None = None
         self._closing = False
@@ -124,12 +128,12 @@ class Binding:
             )
 
     def note(self, namespace: Namespace) -> None:
-        """Keep in the store what the namespace stands for; what the store raises costs an explanation, nothing else."""
-        if self.store is not None:
-            try:
-                self.store.note_namespace(namespace.digest, namespace.field_dict())
-            except Exception:
-                self._store_failed("keep the fields of a namespace")
+        """Let the store keep what the namespace stands for, without waiting; a failure costs an explanation only."""
+        if self.io is not None:
+            with contextlib.suppress(ClosedError):
+                noting = self.io.note_namespace(namespace.digest, namespace.field_dict())
+                self._noting = [future for future in self._noting if not future.done()] + [noting]
+                noting.add_done_callback(self._noted_or_failed)
 
     def noted(self) -> list[Namespace]:
         """Return the namespaces that the store knows, none where it cannot say."""
@@ -163,7 +167,9 @@ class Binding:
         with self.lock:
             self.check_caller()
             self.dispatch()
-        return self.mover.wait_idle(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        idle = self.mover.wait_idle(timeout_s)
+        return not futures.wait(self._noting, max(0.0, deadline - time.monotonic())).not_done and idle
 
     def wait(self, jobs: Sequence[Job | None], timeout_s: float) -> bool:
         """Wait for those of `jobs` still under way; False where `timeout_s` passed first. Never with `lock` held."""
@@ -239,6 +245,10 @@ class Binding:
         return StorageIO(
             self.store, Sealer(config.store_secret), num_threads=config.io_threads, max_queued_pages=waiting
         )
+
+    def _noted_or_failed(self, noting: Future[PageOutcomes]) -> None:
+        if noting.cancelled() or noting.result().error:
+            self._store_failed("keep the fields of a namespace")
 
     def _store_failed(self, what: str) -> None:
         """Count and log what a store could not do, from within the handler of its exception."""

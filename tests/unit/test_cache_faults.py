@@ -18,8 +18,11 @@ from kvhoist.control.keys import TokenChain
 from kvhoist.control.tiers import Tier
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.errors import ClosedError, ConfigError, PolicyError
+from kvhoist.messages import WHOLE, PageKey, StorageKey
 from kvhoist.platform.cpu import CpuEvent
+from kvhoist.storage.io import StorageIO
 from kvhoist.storage.memory import MemoryStore
+from kvhoist.storage.record import Sealer
 
 LONG = list(range(100, 100 + 10 * PAGE_TOKENS))
 OTHER = list(range(500, 500 + 10 * PAGE_TOKENS))
@@ -466,3 +469,38 @@ def test_a_first_page_outside_of_the_match_is_refused(first):
 def test_an_option_of_the_wrong_kind_is_refused_at_construction(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         CacheConfig(**options)
+
+
+def test_a_store_that_is_slow_to_note_a_namespace_holds_nobody_up() -> None:
+    gate = threading.Event()
+
+    class SlowNotes(MemoryStore):
+        def note_namespace(self, *args: Any) -> None:
+            assert gate.wait(30)
+            super().note_namespace(*args)
+
+    store = SlowNotes("8MiB")
+    with TinyEngine(device_pages=16, host_pages=16, store=store) as engine:
+        assert engine.cache.match([1] * 8, timeout_s=0).num_pages == 0
+        assert not store.namespaces()
+        gate.set()
+        assert engine.cache.flush(30)
+        assert list(store.namespaces()) == [engine.cache.namespace.digest]
+
+
+def test_a_callback_of_storage_may_close_the_io() -> None:
+    class GatedLookups(MemoryStore):
+        gate = threading.Event()
+
+        def exists(self, keys: Any) -> list[bool]:
+            assert self.gate.wait(30)
+            return super().exists(keys)
+
+    io = StorageIO(GatedLookups("1MiB"), Sealer(None), num_threads=2)
+    closed: list[bool] = []
+    done = threading.Event()
+    future = io.lookup([StorageKey(PageKey(b"n" * 32, 0, b"k" * 32), WHOLE)])
+    future.add_done_callback(lambda _: (closed.append(io.close(timeout_s=10)), done.set()))
+    GatedLookups.gate.set()
+    assert done.wait(30)
+    assert closed == [True]

@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvhoist.errors import ClosedError, ConfigError
-from kvhoist.messages import StorageKey
+from kvhoist.messages import REPLICATED, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, Store
 from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes
 from kvhoist.storage.queue import Batch, Chunk, ChunkQueue, Urgency
@@ -104,6 +104,15 @@ class StorageIO:
         """Remove the keys from the store; absent ones are fine."""
         return self._submit(keys, None, Urgency.DROP, self._drop)
 
+    def note_namespace(self, namespace: bytes, fields: Mapping[str, str]) -> Future[PageOutcomes]:
+        """Let the store note what a namespace stands for. The one outcome says whether it could."""
+
+        def note(_: Sequence[StorageKey], __: Sequence[Buffer]) -> list[Reason]:
+            self._store.note_namespace(namespace, fields)
+            return [None]
+
+        return self._submit([StorageKey(PageKey(namespace, 0, b""), REPLICATED)], None, Urgency.READ, note)
+
     def cancel(self, future: Future[PageOutcomes]) -> bool:
         """Cancel the parts of a batch that have not begun, and return whether there were any. A batch of which nothing
         began becomes a cancelled future; of one that began, the rest ends as CANCELLED and the future is done when the
@@ -125,15 +134,16 @@ class StorageIO:
 
         Returns whether every future is done and every thread gone after `timeout_s`. What is still queued then is
         cancelled; a part that hangs in the store keeps its buffers, and its future stays open. The store is not closed.
-        Idempotent.
+        Idempotent. A callback of one of its futures may call it: the thread that runs it is not waited for.
         """
         deadline = self._clock() + timeout_s
         self._queue.close(discard=not drain)
         if not self._queue.wait_idle(timeout_s):
             self._queue.close(discard=True)
-        for thread in self._threads:
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
             thread.join(max(0.0, deadline - self._clock()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in others)
 
     def _submit(
         self,
