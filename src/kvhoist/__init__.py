@@ -5,10 +5,11 @@ from kvhoist.config import CacheConfig
 from kvhoist.control.keys import TokenChain
 from kvhoist.control.namespace import Namespace, ParallelLayout
 from kvhoist.device_layout import DeviceCache, read_device_layout
+from kvhoist.errors import KvhoistError
 from kvhoist.fingerprint import fingerprint_checkpoint, fingerprint_tensors
 from kvhoist.geometry import CacheGeometry, CacheGroup, Component
 from kvhoist.lease import Lease, Match, Reservation
-from kvhoist.storage.open import open_store
+from kvhoist.storage import FileStore, MemoryStore, open_store
 from kvhoist.transfer import Transfer
 
 __version__ = "0.1.0"
@@ -19,9 +20,12 @@ __all__ = [
     "CacheGroup",
     "Component",
     "DeviceCache",
+    "FileStore",
     "HierarchicalCache",
+    "KvhoistError",
     "Lease",
     "Match",
+    "MemoryStore",
     "Namespace",
     "ParallelLayout",
     "Reservation",

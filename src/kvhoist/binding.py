@@ -26,6 +26,7 @@ from kvhoist.messages import Completion, Job
 from kvhoist.mover import Mover
 from kvhoist.platform.base import Event
 from kvhoist.platform.open import open_platform
+from kvhoist.settings import Settings
 from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
 from kvhoist.storage.io import StorageIO
@@ -242,9 +243,8 @@ class Binding:
             return None
         host_pages = self.arena.num_pages
         waiting = config.max_queued_pages or max(host_pages // 2, min(64, host_pages))
-        return StorageIO(
-            self.store, Sealer(config.store_secret), num_threads=config.io_threads, max_queued_pages=waiting
-        )
+        secret = config.store_secret or Settings.from_env().store_secret
+        return StorageIO(self.store, Sealer(secret), num_threads=config.io_threads, max_queued_pages=waiting)
 
     def _noted_or_failed(self, noting: Future[PageOutcomes]) -> None:
         if noting.cancelled() or noting.result().error:

@@ -24,7 +24,8 @@ class CacheConfig:
     history_pages: how many evicted or failed pages `explain` remembers.
     io_backend: `auto`, or a copy engine by name.
     debug_verify: compare each loaded page with what was offloaded (slow).
-    store_secret: signs pages in storage with a keyed BLAKE2b; pages written without it are refused.
+    store_secret: signs pages in storage with a keyed BLAKE2b; pages written without it are refused. None takes the
+        environment's (KVHOIST_STORE_SECRET), if there is one.
     """
 
     write_policy: str = "write_through"

@@ -505,6 +505,17 @@ def test_clear_with_storage_removes_the_pages_from_disk(tmp_path: Path):
         assert engine.cache.match(PROMPT).num_pages == 0
 
 
+def test_the_secret_of_the_environment_signs_and_pages_without_it_are_refused(monkeypatch):
+    store = MemoryStore("8MiB")
+    with TinyEngine(device_pages=16, host_pages=16, store=store) as engine:
+        engine.run(PROMPT)
+    monkeypatch.setenv("KVHOIST_STORE_SECRET", "sixteen bytes or more")
+    with TinyEngine(device_pages=16, host_pages=16, store=store) as engine:
+        assert sum(engine.run(PROMPT).values()) == 0, "these pages are not signed"
+    with TinyEngine(device_pages=16, host_pages=16, store=store) as engine:
+        assert engine.run(PROMPT)["storage"] == 40
+
+
 def test_use_after_close_is_refused_and_close_is_idempotent():
     engine = TinyEngine(device_pages=16, host_pages=16)
     engine.run(PROMPT)

@@ -75,7 +75,7 @@ def run(smoke: bool = False) -> dict[str, Any]:
     """
     rows = [row for shape in shapes(smoke) for row in _measure(shape, repeats=3 if smoke else 7)]
     return {
-        "benchmark": "copy",
+        "bench": "copy",
         "smoke": smoke,
         "machine": _machine(),
         "peak": f"numpy copy of the same number of bytes in blocks of at most {_PEAK_BLOCK_BYTES >> 20} MiB",

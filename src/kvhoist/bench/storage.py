@@ -61,8 +61,8 @@ def run(
         ]
         reindex = _measure_reindex(Path(scratch), num_pages)
         machine = _machine(Path(scratch))
-    passed = reindex["passed"] and all(size[arm]["passed"] for size in sizes for arm in ("write", "read"))
-    return {"machine": machine, "smoke": smoke, "sizes": sizes, "reindex": reindex, "passed": passed}
+    passed = reindex["pass"] and all(size[arm]["pass"] for size in sizes for arm in ("write", "read"))
+    return {"bench": "storage", "machine": machine, "smoke": smoke, "sizes": sizes, "reindex": reindex, "pass": passed}
 
 
 def _measure_size(scratch: Path, page_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _figures(rates: dict[str, list[tuple[float, float]]], column: int) -> dict[s
         "ratio": {arm: round(ratio, 3) for arm, ratio in ratios.items()},
         "ratio_of_best": {arm: round(max(by_arm[arm]) / max(by_arm["plain"]), 3) for arm in ratios},
         "target_ratio": TARGET_RATIO,
-        "passed": ratios["pool"] >= TARGET_RATIO,
+        "pass": ratios["pool"] >= TARGET_RATIO,
     }
 
 
@@ -201,7 +201,7 @@ def _measure_reindex(scratch: Path, num_pages: int) -> dict[str, Any]:
         "num_segments": num_segments,
         "seconds": round(median_s, 3),
         "target_seconds": TARGET_REINDEX_S,
-        "passed": median_s <= TARGET_REINDEX_S,
+        "pass": median_s <= TARGET_REINDEX_S,
     }
 
 
@@ -244,7 +244,7 @@ def _machine(folder: Path) -> dict[str, Any]:
     device, _, kind = max(inside, key=lambda mount: len(mount[1]))[:3] if inside else ("?", "?", "?")
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "num_cpus": os.cpu_count(),
+        "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "disk": f"{device} ({kind})",
         "caching": "buffered; fdatasync inside of write times; page cache dropped before reads",

@@ -59,7 +59,16 @@ def copy(smoke: SmokeOption = False, as_json: JsonOption = False) -> None:
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:
+    if result["smoke"]:
+        result = _without_verdicts(result)
     if as_json:
         print_json(result)
     else:
         console().print(*tables_of(result), sep="\n")
+
+
+def _without_verdicts(data: Any) -> Any:
+    """Return a smoke run's data less what it says of targets, which only a whole run can tell."""
+    if isinstance(data, dict):
+        return {key: _without_verdicts(value) for key, value in data.items() if key != "pass"}
+    return [_without_verdicts(value) for value in data] if isinstance(data, list) else data

@@ -11,7 +11,7 @@ import typer
 from kvhoist.cli.output import JsonOption, console, print_json, progress_bar, side_console, table_of, tables_of
 from kvhoist.settings import Settings, user_path
 from kvhoist.storage import Sealer
-from kvhoist.storage.admin import NamespaceSummary, describe, list_namespaces, remove, scrub
+from kvhoist.storage.admin import NamespaceSummary, ScrubReport, describe, list_namespaces, remove, scrub
 from kvhoist.storage.open import folder_of
 from kvhoist.units import format_bytes
 
@@ -67,7 +67,7 @@ def scrub_(
     if as_json:
         print_json(report.to_dict())
     else:
-        console().print(*tables_of(report.to_dict()), sep="\n")
+        _print_scrub(report)
     raise typer.Exit(0 if report.clean else 1)
 
 
@@ -97,6 +97,18 @@ def remove_(
     console().print(f"removed {report.removed_pages} pages of {len(report.namespaces)} namespaces")
     if report.left_pages:
         console().print(f"left {report.left_pages} pages in segments of running processes, which alone may remove them")
+
+
+def _print_scrub(report: ScrubReport) -> None:
+    """Print a line a fault, uncut: a reason is what a person wants to read."""
+    for key, reason in report.bad:
+        typer.echo(f"{key}: {reason}")
+    for place, reason in report.faults.items():
+        typer.echo(f"{place}: {reason}")
+    num_bad = len(report.bad) + report.damaged_headers
+    done = "taken out of use" if report.repaired else "left as they are"
+    verdict = f"{num_bad} damaged, {done}" if num_bad else "nothing damaged"
+    typer.echo(f"{report.num_pages} pages checked ({format_bytes(report.num_bytes)}): {verdict}")
 
 
 def store_path(folder: str) -> Path:

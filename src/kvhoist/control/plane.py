@@ -272,7 +272,7 @@ class ControlPlane:
             raise PageIdError(
                 "a page to be loaded is not ready in the host tier",
                 got=key.hex(),
-                remedy="Match and pin before loading.",
+                remedy="Prefetch what only storage holds, wait for it, and pin the match meanwhile.",
             )
         return entry
 

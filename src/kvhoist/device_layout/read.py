@@ -10,7 +10,7 @@ from typing import Any
 from kvhoist.device_layout.axes import BLOCK, KV, LAYER, REST, ROW_AXES, SLOT, TOKEN, Axes, AxisView
 from kvhoist.device_layout.disjoint import check_disjoint
 from kvhoist.device_layout.tensors import TensorBytes, read_tensor, spans
-from kvhoist.errors import LayoutError
+from kvhoist.errors import GeometryError, LayoutError
 from kvhoist.geometry import CacheGroup, Component
 from kvhoist.layout import ComponentLayout, Layout, Place, Unit
 from kvhoist.platform.base import Device, MemoryRegion
@@ -68,6 +68,8 @@ def read_device_layout(
     Nothing is copied. The regions own the tensors. Raises LayoutError for tensors or axes that cannot be read, that
     differ among layers or overlap, GeometryError for tensors that do not hold the rows of `group`.
     """
+    if not isinstance(group, CacheGroup):
+        raise GeometryError("this is no cache group", got=type(group).__name__, remedy="Pass geometry.groups[0].")
     named = _by_key(group, tensors)
     entries = [
         _entry(group, key, held, axes if isinstance(axes, str) else _axes_of(axes, key)) for key, held in named.items()
