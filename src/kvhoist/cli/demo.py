@@ -124,9 +124,7 @@ def _store_folder(chosen: Path | None) -> Iterator[Path]:
 
 def _line(turn: Turn) -> str:
     return (
-        f"{turn.who} {turn.number}: {turn.prompt_tokens} tokens = {turn.device_tokens} device + "
-        f"{turn.host_tokens} host + {turn.disk_tokens} disk + {turn.recomputed_tokens} recomputed; "
-        f"first token in {turn.ttft_seconds:.2f} s, without kvhoist {turn.ttft_without_seconds:.2f} s"
+        f"{turn.who} {turn.number}: first token in {turn.ttft_seconds:.2f} s, {turn.ttft_without_seconds:.2f} s without"
     )
 
 
@@ -142,7 +140,8 @@ def _show(result: DemoResult, *, as_json: bool) -> None:
     out = side_console() if as_json else console()
     out.print(table)
     out.print(f"The last row is a new process on the same folder, {result.restarted.disk_tokens} tokens from disk.")
-    out.print(f"First token sooner by: host tier {host or '-'}x (median), disk after the restart {disk}x.")
+    from_host = f"{host}x (median)" if host else "(no turn was served by it)"
+    out.print(f"First token sooner by: host tier {from_host}, disk after the restart {disk}x.")
     out.print(
         f"kept: logits and KV equal to the bit to a prefix kept in memory: {_word(result.same_as_kept)}; "
         f"text: equal to recomputing everything: {_word(result.same_text)}."
