@@ -170,6 +170,13 @@ def test_the_history_is_bounded_in_pages_and_the_last_event_of_a_page_wins() -> 
     assert history.num_pages == 5
 
 
+def test_the_history_does_not_take_the_end_of_one_key_and_the_start_of_the_next_for_a_key() -> None:
+    history = History(9)
+    history.note(What.EVICTED, 0, HOST, [b"abab", b"cdcd", b"cdab"], "")
+    assert [len(history.trail(0, key)) for key in (b"abab", b"cdcd", b"cdab")] == [1, 1, 1]
+    assert [history.trail(0, key) for key in (b"abcd", b"dcdc", b"ab", b"ababcdcd", b"none")] == [[]] * 5
+
+
 def test_a_history_of_nothing_remembers_nothing_and_a_negative_one_is_refused() -> None:
     history = History(0)
     history.note(What.EVICTED, 0, HOST, [b"k"], "")

@@ -138,14 +138,16 @@ class Directory(DirectoryCore):
         num_wanted = len(lacking) + stop - max(known, start)
         if not num_wanted:
             return []
-        book.policy.admit(space, [entry.key for entry in lacking] + list(keys[max(known, start) : stop]))
+        if book.admits:
+            book.policy.admit(space, [entry.key for entry in lacking] + list(keys[max(known, start) : stop]))
         num_free = book.ids.num_free
         pages: list[int] = []
         if num_free < num_wanted:
             pages = self._make_room(book, num_wanted - num_free, tip, for_whom)
             if not self._still_there(tip):
                 known, tip, lacking = self._survey(space, keys, start, stop, tier)
-        pages += book.ids.allocate(min(num_wanted - len(pages), num_free))
+        if num_free:
+            pages += book.ids.allocate(min(num_wanted - len(pages), num_free))
         num_pages = len(pages)
         entries = lacking[:num_pages]
         for entry, page in zip(entries, pages, strict=False):
@@ -162,7 +164,7 @@ class Directory(DirectoryCore):
         whose space was cleared meanwhile vanishes instead. Raises PageIdError for a copy that is not being filled."""
         book = self._book(tier)
         held, ready, pin, child, busy_bits = HELD[tier], READY[tier], PIN[tier], CHILD[tier], BUSY[tier]
-        state_bits = held | ready | DOOMED
+        held_and_ready, state_bits = held | ready, held | ready | DOOMED
         self._stamp = stamp = self._stamp + 1
         published: list[Entry] = []
         leaves: list[Entry] = []
@@ -171,15 +173,17 @@ class Directory(DirectoryCore):
         append = published.append
         for entry in entries:
             flags = entry.flags
-            if flags != held and flags & state_bits != held:
-                if flags & state_bits != held | DOOMED:
-                    wrong = entry
-                    break
+            if flags == held:
+                entry.flags = held_and_ready
+            elif flags & state_bits == held:
+                entry.flags = flags | ready
+            elif flags & state_bits == held | DOOMED:
                 doomed.append(entry)
                 continue
-            entry.flags = flags | ready
-            busy = entry.busy - pin
-            entry.busy = busy
+            else:
+                wrong = entry
+                break
+            entry.busy = busy = entry.busy - pin
             entry.stamp = stamp
             append(entry)
             if busy != child and not busy & busy_bits:

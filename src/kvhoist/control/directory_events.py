@@ -68,6 +68,8 @@ class Subscribers:
 
 def by_space(entries: Sequence[Entry]) -> list[tuple[Space, list[bytes]]]:
     """Return the keys of `entries` in runs of one space."""
-    if len(set(map(_BY_SPACE, entries))) == 1:
-        return [(entries[0].space, [entry.key for entry in entries])]
+    if entries:
+        first = entries[0].space
+        if not [entry for entry in entries if entry.space is not first]:
+            return [(first, [entry.key for entry in entries])]
     return [(space, [entry.key for entry in run]) for space, run in groupby(entries, _BY_SPACE)]

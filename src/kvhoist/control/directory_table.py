@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvhoist.control.entry import SHARD_MASK, Entry, Space
 from kvhoist.control.eviction.base import EvictionPolicy
@@ -21,13 +21,12 @@ _getrefcount: Callable[[object], int] = getattr(sys, "getrefcount", lambda _: 1 
 
 def _references_if_alone() -> int:
     rows = [Entry()]
-    spare = [rows[0]]
-    entry = spare.pop()
-    return _getrefcount(entry)
+    entries = rows[:]
+    return max(map(_getrefcount, entries))
 
 
 _ALONE = _references_if_alone()
-"""The reference count of an entry to which only its row and a local variable, as in `EntryTable.create`, refer."""
+"""The reference count of an entry to which only its row and a list, as in `EntryTable._blank`, refer."""
 
 
 @dataclass(slots=True)
@@ -42,6 +41,11 @@ class TierBook:
     num_stored: int = 0
     num_evicted: int = 0
     num_failed: int = 0
+    admits: bool = field(init=False)
+    """Whether the policy wants to hear of the pages before they are reserved: they are listed for that alone."""
+
+    def __post_init__(self) -> None:
+        self.admits = type(self.policy).admit is not EvictionPolicy.admit
 
 
 class EntryTable:
@@ -87,27 +91,15 @@ class EntryTable:
     ) -> list[Entry]:
         """Append entries for the chain `keys` to `parent`; the last len(pages) of them, at least one, are being filled
         in `pages` and pinned once, those before them hold nothing. Returns those being filled."""
-        tier, column, rows, shards, spare = book.tier, book.column, self.rows, space.shards, self._spare
-        held, child, child_and_pin, alone = HELD[tier], CHILD[tier], CHILD[tier] + PIN[tier], _ALONE
-        self._extend_columns(len(keys))
+        tier, column, shards = book.tier, book.column, space.shards
+        held, child, child_and_pin = HELD[tier], CHILD[tier], CHILD[tier] + PIN[tier]
         first_parent = parent
         num_empty = len(keys) - len(pages)
-        created: list[Entry] = []
-        fresh: list[Entry] = []
-        append = created.append
-        for key, page in zip(keys, [_NO_PAGE] * num_empty + pages, strict=True):
-            if spare:
-                entry = spare.pop()
-                row = entry.row
-                if _getrefcount(entry) > alone:
-                    rows[row] = entry = Entry()
-                    entry.row = row
-                    fresh.append(entry)
-            else:
-                entry = Entry()
-                entry.row = row = len(rows)
-                rows.append(entry)
-                fresh.append(entry)
+        if num_empty:
+            pages = [_NO_PAGE] * num_empty + pages
+        created = self._blank(len(keys))
+        for entry, key, page in zip(created, keys, pages, strict=True):
+            row = entry.row
             entry.key = key
             entry.parent = parent
             entry.space = space
@@ -115,16 +107,42 @@ class EntryTable:
             entry.flags = held
             entry.busy = child_and_pin
             column[row] = page
-            shards[key[-1] & SHARD_MASK][key] = row
-            append(entry)
+            entry.shard = shard = shards[key[-1] & SHARD_MASK]
+            shard[key] = row
             parent = entry
         entry.busy = PIN[tier]
+        self._occupy(first_parent, tier)
+        if not num_empty:
+            return created
         for entry in created[:num_empty]:
             entry.flags = 0
             entry.busy = child
-        untrack_all(fresh)
-        self._occupy(first_parent, tier)
         return created[num_empty:]
+
+    def _blank(self, num_entries: int) -> list[Entry]:
+        """Return entries that have a row and nothing else: removed ones nobody refers to, and new ones."""
+        rows, spare = self.rows, self._spare
+        entries = spare[: -num_entries - 1 : -1]
+        del spare[len(spare) - len(entries) :]
+        fresh: list[Entry] = []
+        if entries and max(map(_getrefcount, entries)) > _ALONE:
+            for i, num_references in enumerate(map(_getrefcount, entries)):
+                if num_references > _ALONE:
+                    row = entries[i].row
+                    rows[row] = entries[i] = entry = Entry()
+                    entry.row = row
+                    fresh.append(entry)
+        num_lacking = num_entries - len(entries)
+        if num_lacking:
+            self._extend_columns(num_lacking)
+            for row in range(len(rows), len(rows) + num_lacking):
+                entry = Entry()
+                entry.row = row
+                fresh.append(entry)
+            rows += fresh[-num_lacking:]
+            entries += fresh[-num_lacking:]
+        untrack_all(fresh)
+        return entries
 
     def hold(self, entry: Entry, page: int, book: TierBook) -> None:
         """Start to fill `page` for an entry that holds none in the tier, and pin it once."""
@@ -155,25 +173,26 @@ class EntryTable:
         leaf of this tier, so that fewer ids are returned than victims were given."""
         tier, column, rows, spare = book.tier, book.column, self.rows, self._spare
         ready, busy_bits, child, held = READY[tier], BUSY[tier], CHILD[tier], HELD[tier]
-        kept_flags, num_rows = ~(held | ready), len(rows)
+        only_here, num_rows = held | ready, len(rows)
         pages: list[int] = []
         append = pages.append
         exposed: Entry | None = None
         left = 0
         for entry in victims:
-            if exposed is not None and entry is exposed:  # the parent of the page before: just now become a leaf
-                flags, busy, row = entry.flags, left, entry.row
+            if entry is exposed and exposed is not None:  # the parent of the page before: just now become a leaf
+                busy, row = left, entry.row
             else:
                 if type(entry) is not Entry:
                     break
-                flags, busy, row = entry.flags, entry.busy, entry.row
-                if not flags & ready or (busy and busy & busy_bits) or row >= num_rows or rows[row] is not entry:
+                busy, row = entry.busy, entry.row
+                if not entry.flags & ready or busy & busy_bits or row >= num_rows or rows[row] is not entry:
                     break
                 if exposed is not None:
                     book.policy.exposed(exposed)
             exposed = None
             append(column[row])
-            entry.flags = flags = flags & kept_flags
+            flags = entry.flags
+            entry.flags = flags = 0 if flags == only_here else flags & ~only_here
             parent = entry.parent
             if parent is not None:
                 parent.busy = left = parent.busy - child
@@ -183,8 +202,7 @@ class EntryTable:
                     else:
                         self.vacate(parent.parent, book)
             if not flags and not busy:
-                key = entry.key
-                del entry.space.shards[key[-1] & SHARD_MASK][key]
+                del entry.shard[entry.key]
                 entry.parent = None
                 spare.append(entry)
                 if parent is not None and not parent.flags:
@@ -212,7 +230,7 @@ class EntryTable:
         while entry is not None and not entry.busy and not entry.flags & HELD_ANY:
             parent = entry.parent
             if not entry.flags & DOOMED:
-                del entry.space.shards[entry.key[-1] & SHARD_MASK][entry.key]
+                del entry.shard[entry.key]
             entry.flags = 0
             entry.parent = None
             self._spare.append(entry)

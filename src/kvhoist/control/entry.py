@@ -39,7 +39,9 @@ class Space:
         return self.shards[key[-1] & SHARD_MASK].get(key)
 
     def clear_index(self) -> None:
-        self.shards = [{} for _ in range(_NUM_SHARDS)]
+        """Forget all keys. The dicts stay the same: removed entries still refer to them."""
+        for shard in self.shards:
+            shard.clear()
 
     def num_known(self, keys: Sequence[bytes], stop: int, guess: int) -> int:
         """Return how many of keys[:stop], a chain, have entries. An entry outlives its descendants, so those that have
@@ -69,16 +71,17 @@ class Entry:
 
     Attributes to read: `key` (chain hash), `parent` (the page before it, None for a first page), `space`, and `stamp`
     (when it was last ready anew or hit; a greater one is later, pages of one call share one). An entry that was removed
-    holds nothing for ever; the same key gets a new one.
+    holds nothing for ever; the same key gets a new one. `shard` is the dict of its space's index that `key` is in.
     """
 
-    __slots__ = ("busy", "flags", "key", "parent", "row", "space", "stamp")
+    __slots__ = ("busy", "flags", "key", "parent", "row", "shard", "space", "stamp")
 
     busy: int
     flags: int
     key: bytes
     parent: Entry | None
     row: int
+    shard: dict[bytes, int]
     space: Space
     stamp: int
 

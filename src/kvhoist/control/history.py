@@ -1,6 +1,8 @@
 """What became of pages that are not there, for `explain`: bounded, and cheap to write.
 
-Pages that left in one call share one record of atoms, which the garbage collector stops looking at. Reading scans.
+Pages that left in one call share one record of atoms, which the garbage collector stops looking at. Their keys are
+joined to one bytes object: a page's key is freed with the page, in one piece of memory then, and not one by one much
+later, each where no cache has it any more. Reading scans.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import NamedTuple
 from kvhoist.control.tiers import Tier
 from kvhoist.errors import ConfigError
 
-_Record = tuple[int, int, str, float, str, tuple[bytes, ...]]
+_Record = tuple[int, int, str, float, str, int, bytes]
 
 
 class What(StrEnum):
@@ -54,19 +56,28 @@ class History:
         return self._num_pages
 
     def note(self, what: What, space: int, tier: Tier, keys: Sequence[bytes], text: str) -> None:
-        """Remember what happened now to `keys` of the space with this serial number."""
-        if not self.max_pages:
+        """Remember what happened now to `keys`, all of one length, of the space with this serial number."""
+        if not self.max_pages or not keys:
             return
-        kept = tuple(keys) if len(keys) <= self.max_pages else tuple(keys[-self.max_pages :])
-        self._records.append((space, int(tier), what.value, self._clock(), text, kept))
+        kept = keys if len(keys) <= self.max_pages else keys[-self.max_pages :]
+        self._records.append((space, int(tier), what.value, self._clock(), text, len(kept), b"".join(kept)))
         self._num_pages += len(kept)
         while self._num_pages > self.max_pages:
-            self._num_pages -= len(self._records.popleft()[5])
+            self._num_pages -= self._records.popleft()[5]
 
     def trail(self, space: int, key: bytes) -> list[Happened]:
         """Return the last thing that happened to a page in each tier, latest first; none if it is too long ago."""
         found: dict[int, Happened] = {}
-        for serial, tier, what, when, text, keys in reversed(self._records):
-            if serial == space and tier not in found and key in keys:
+        for serial, tier, what, when, text, num_keys, keys in reversed(self._records):
+            if serial == space and tier not in found and _is_among(key, keys, num_keys):
                 found[tier] = Happened(What(what), Tier(tier), when, text)
         return list(found.values())
+
+
+def _is_among(key: bytes, keys: bytes, num_keys: int) -> bool:
+    """Tell whether `key` is one of the `num_keys` keys of one length that were joined to `keys`."""
+    length = len(keys) // num_keys
+    at = keys.find(key)
+    while at % length and at >= 0:
+        at = keys.find(key, at + 1)
+    return at >= 0 and len(key) == length

@@ -66,8 +66,8 @@ class LruPolicy(EvictionPolicy):
         for _ in range(num_pages - len(victims)):
             append(victim)
             node = victim.parent
-            num_lost = 1
-            if node is not None and (node.busy != child or lost or not node.flags & held):
+            num_lost = 1  # of an only child, `lost` has none
+            if node is not None and (node.busy != child or not node.flags & held):
                 while node is not None:
                     num_lost = lost.get(node, 0) + 1
                     if node.busy & busy_bits != num_lost * child:
