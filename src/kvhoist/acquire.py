@@ -15,8 +15,6 @@ from kvhoist.lease import Match
 from kvhoist.messages import JobKind
 from kvhoist.transfer import Transfer
 
-_NAMES = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "storage"}
-
 
 class Acquisition:
     """One request's way to its prefix. `step` is called with the cache's lock held and says what to wait for; between
@@ -81,9 +79,9 @@ class Acquisition:
         self._plane.directory.touch(self._ready[:num_pages])
         if self._plane.has_storage:
             self._plane.persist(self._ready[:num_pages])
-        counts = dict.fromkeys(_NAMES.values(), 0)
+        counts = {str(tier): 0 for tier in Tier}
         for index in range(num_pages):
-            counts[_NAMES[self._found_in.get(index, Tier.HOST)]] += 1
+            counts[str(self._found_in.get(index, Tier.HOST))] += 1
         return counts
 
     def _drop_failed(self) -> None:
@@ -122,11 +120,7 @@ class Acquisition:
         start = self._plane.load if tier is Tier.HOST else self._plane.prefetch
         target = Tier.DEVICE if tier is Tier.HOST else Tier.HOST
         start(self._space, self._keys, first, last, for_whom=self._for_whom)
-        job_ids = set()
-        for entry in entries[first:last]:
-            job_id = self._plane.flights.job_filling(entry, target)
-            if job_id is not None:
-                job_ids.add(job_id)
+        job_ids = self._jobs_filling(entries[first:last], target)
         for job_id in job_ids:
             self._plane.flights.join(job_id, self.pins)
         return job_ids
@@ -134,13 +128,11 @@ class Acquisition:
     def _coming(self, key: bytes) -> set[int]:
         """Return the job that brings the first page that no tier has ready, where another request started one."""
         entry = self._plane.directory.find(self._space, key)
-        job_ids = set()
-        if entry is not None:
-            for tier in (Tier.DEVICE, Tier.HOST):
-                job_id = self._plane.flights.job_filling(entry, tier)
-                if job_id is not None:
-                    job_ids.add(job_id)
-        return job_ids
+        return set() if entry is None else self._jobs_filling([entry], Tier.DEVICE, Tier.HOST)
+
+    def _jobs_filling(self, entries: list[Entry], *tiers: Tier) -> set[int]:
+        found = (self._plane.flights.job_filling(entry, tier) for entry in entries for tier in tiers)
+        return {job_id for job_id in found if job_id is not None}
 
 
 def _device_pages(entries: Iterable[Entry]) -> list[int]:

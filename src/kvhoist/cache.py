@@ -27,8 +27,6 @@ from kvhoist.settings import Settings
 from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
 
-_NAMES = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "storage"}
-
 
 class HierarchicalCache(TierMoves):
     """A device cache backed by pinned host memory and storage. Thread-safe; use it as a context manager.
@@ -121,7 +119,7 @@ class HierarchicalCache(TierMoves):
                 pending = False
             with self._lock:
                 nearest = self._nearest(space, keys)
-        by_tier = {name: nearest.count(tier) for tier, name in _NAMES.items()}
+        by_tier = {str(tier): nearest.count(tier) for tier in Tier}
         return Match(space, tuple(keys), self.group.page_tokens, len(nearest), by_tier, pending)
 
     def explain(

@@ -148,14 +148,14 @@ class ControlPlane:
 
     def persist(self, entries: Sequence[Entry]) -> Job | None:
         """Write those of `entries` that the host tier has and storage is not known to hold; None for nothing."""
+        # What was cleared while its owner holds it is found no more, and not persisted.
         lacking = [
             entry
             for entry in entries
             if entry.is_ready(Tier.HOST)
             and not entry.is_ready(Tier.STORAGE)
             and self.flights.job_filling(entry, Tier.STORAGE) is None
-            and self.directory.find(entry.space, entry.key)
-            is entry  # else it was cleared, and its owner still holds it
+            and self.directory.find(entry.space, entry.key) is entry
         ]
         return self.flights.send(JobKind.PERSIST, lacking[0].space, lacking, ()) if lacking else None
 
