@@ -10,6 +10,7 @@ import transformers
 from tiny_models import VOCABULARY, prompt_of, tiny_config, tiny_model
 
 from kvhoist.adapters.transformers import probe_shape
+from kvhoist.adapters.transformers.shape import cache_keyword
 from kvhoist.errors import ConfigError, GeometryError, UnsupportedGeometryError
 from kvhoist.geometry import CacheGeometry
 
@@ -17,9 +18,8 @@ from kvhoist.geometry import CacheGeometry
 def test_a_page_has_exactly_the_bytes_that_the_model_caches(any_model: Any) -> None:
     shape = probe_shape(any_model, page_tokens=4)
     output = any_model(torch.tensor([prompt_of(12)]), use_cache=True)
-    cached_bytes = sum(
-        t.numel() * t.element_size() for layer in output.cache.layers for t in (layer.keys, layer.values)
-    )
+    layers = output[cache_keyword(any_model)].layers
+    cached_bytes = sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
     assert shape.geometry.page_bytes * 3 == cached_bytes
     assert shape.geometry == CacheGeometry.from_config(any_model.config, page_tokens=4)
 
