@@ -61,6 +61,7 @@ class Flights:
         self._flights: dict[int, _Flight] = {}
         self._filling: dict[tuple[Tier, Entry], int] = {}
         self.num_asked = 0
+        self.num_settled = 0
 
     def take_jobs(self) -> list[Job]:
         """Return the jobs not yet handed to the ranks, oldest first, and forget them."""
@@ -118,6 +119,7 @@ class Flights:
         """Publish and fail what the job filled, give its pins back, and return the pages that reached the host."""
         job = finished.job
         flight = self._flights.pop(job.id)
+        self.num_settled += 1
         counters = self.counters[job.kind]
         counters.jobs += 1
         counters.pages += job.num_pages - len(finished.failed_pages)

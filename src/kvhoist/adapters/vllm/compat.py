@@ -1,0 +1,108 @@
+"""All that differs between the vLLM releases that the connector runs on (read in 0.20 and 0.32), found by looking.
+
+| what | 0.20 | 0.32 |
+| --- | --- | --- |
+| seed of block hashes | random unless PYTHONHASHSEED is set | fixed for cryptographic hashes |
+| LoRA in block hashes | name | name and path |
+| KV layout | `get_kv_cache_block_dim` of the backend | blocks first |
+| tokens of one block hash | `cache_config.hash_block_size`, or the block's | `kv_cache_config.hash_block_size` |
+| replicas of KV among tensor-parallel ranks | to be derived from the KV heads | `kv_cache_config.kv_tp_replicas` |
+| speculation spoils the last block of a hit | `use_eagle()` | `use_eagle_block_drop()` |
+| ranks known at the handshake | those of the last pipeline stage | all |
+| scheduler's stats | taken only with a worker's | taken |
+| sources of hits | none | `CacheHitSource` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core import kv_cache_utils
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32
+    CacheHitSource = None
+
+from kvhoist.control.tiers import Tier
+from kvhoist.settings import Settings
+
+KNOWS_ALL_RANKS = "set_xfer_handshake_metadata_pp_aware" in vars(base.KVConnectorBase_V1)
+"""Whether the handshake brings the reports of all pipeline stages."""
+
+NEEDS_WORKER_STATS = "get_transfer_results" not in vars(base.KVConnectorBase_V1)
+"""Whether the scheduler's stats are lost in steps in which no worker reports any."""
+
+
+def block_hashes_last(vllm_config: Any) -> bool:
+    """Tell whether another process, or this one after a restart, would give the same tokens the same block hash."""
+    if Settings.from_env().has_python_hash_seed:
+        return True
+    has_fixed_seed = "DEFAULT_NONE_HASH_SEED" in vars(kv_cache_utils)
+    return has_fixed_seed and str(vllm_config.cache_config.prefix_caching_hash_algo).startswith("sha256")
+
+
+def hashes_lora_content() -> bool:
+    """Tell whether a block hash covers which adapter a LoRA name stands for, and not the name alone."""
+    adapter = SimpleNamespace(lora_name="name", lora_path="path", lora_int_id=1)
+    return "path" in str(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=adapter)))
+
+
+def hash_tokens(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> int:
+    """Return the tokens of one block hash."""
+    candidates = (kv_cache_config, vllm_config.cache_config)
+    named = (getattr(config, "hash_block_size", None) for config in candidates)
+    return next((tokens for tokens in named if tokens is not None), block_tokens)
+
+
+def held_back_blocks(vllm_config: Any) -> int:
+    """Return how many blocks at the end of a hit are left to compute: a drafter's last one is not bound by its hash."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return 0
+    drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
+    return int(drops())
+
+
+def kv_replicas(kv_cache_config: Any) -> int | None:
+    """Return how many consecutive tensor-parallel ranks hold the same KV, where vLLM says so."""
+    return getattr(kv_cache_config, "kv_tp_replicas", None)
+
+
+def has_dynamic_scales(vllm_config: Any) -> bool:
+    """Tell whether K and V scales are computed from the first tokens seen, and so differ from start to start."""
+    return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
+
+
+def attention_layer(vllm_config: Any, layer_name: str) -> Any:
+    return vllm_config.compilation_config.static_forward_context[layer_name]
+
+
+def backend_name(vllm_config: Any, layer_name: str) -> str:
+    """Return the name of the attention backend that owns a layer's cache."""
+    return str(attention_layer(vllm_config, layer_name).get_attn_backend().get_name())
+
+
+def block_dim(vllm_config: Any, layer_name: str, spec: Any) -> int:
+    """Return which dimension of a layer's registered cache counts blocks."""
+    backend = attention_layer(vllm_config, layer_name).get_attn_backend()
+    ask = getattr(backend, "get_kv_cache_block_dim", None)
+    if ask is None:
+        return 0
+    dtype = vllm_config.cache_config.cache_dtype
+    return int(ask(spec.block_size, spec.num_kv_heads, spec.head_size, cache_dtype_str=dtype))
+
+
+def hit_sources(tokens: Mapping[Tier, int]) -> Any:
+    """Return the tokens of a hit by vLLM's names of tiers."""
+    names = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
+    return {names[tier]: number for tier, number in tokens.items()}
+
+
+def current_stream_handle() -> int:
+    """Return the runtime's handle of the stream that the engine computes on."""
+    return int(torch.cuda.current_stream().cuda_stream)

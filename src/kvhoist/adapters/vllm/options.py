@@ -1,0 +1,105 @@
+"""The settings that stand in vLLM's `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvhoist.checks import count, seconds
+from kvhoist.control.eviction import eviction_factory
+from kvhoist.control.policy import WritePolicy
+from kvhoist.errors import ConfigError, PolicyError
+from kvhoist.units import parse_bytes
+
+_ON_ERROR = ("fail", "disable")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """What a user of vLLM can set; checked as a whole before anything is built.
+
+    host_bytes: host memory for the cache on this node, divided over its ranks: `"64GiB"`, or bytes.
+    storage: `"file:/path"`, or None for no third tier. All ranks of a node may share one folder.
+    blocks_per_page: vLLM blocks in one page; None takes the least that holds 64 tokens.
+    write_policy, min_hits: `write_through` offloads each full page, `write_through_selective` one that was used
+        `min_hits` times more.
+    eviction: `lru`, `slru`, `lfu` or `arc`, of the host tier.
+    layerwise: load layer by layer inside of the forward, instead of before it; costs full CUDA graphs.
+    weights_id, tenant: parts of the namespace: which weights these are (None: a fingerprint of the checkpoint), and
+        whose pages.
+    lookup_timeout_s, prefetch_timeout_s: how long a request may wait for storage to say what it holds, and to bring it.
+    io_threads, max_queued_pages, history_pages, io_backend, debug_verify: as in CacheConfig, for each rank.
+    on_error: what a problem at the start does: `fail` stops the engine, `disable` starts it without the cache.
+    drain_timeout_s: how long a shutdown waits for pages on their way to storage.
+    """
+
+    host_bytes: int
+    storage: str | None = None
+    blocks_per_page: int | None = None
+    write_policy: str = "write_through"
+    min_hits: int = 2
+    eviction: str = "lru"
+    layerwise: bool = False
+    weights_id: str | None = None
+    tenant: str = ""
+    lookup_timeout_s: float = 1.0
+    prefetch_timeout_s: float = 30.0
+    io_threads: int = 4
+    max_queued_pages: int | None = None
+    history_pages: int = 65536
+    io_backend: str = "auto"
+    debug_verify: bool = False
+    on_error: str = "fail"
+    drain_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host_bytes", parse_bytes(self.host_bytes, name="host_bytes"))
+        for name in ("layerwise", "debug_verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is neither true nor false", got=repr(getattr(self, name)))
+        for name in ("lookup_timeout_s", "prefetch_timeout_s", "drain_timeout_s"):
+            seconds(name, getattr(self, name))
+        for name in ("storage", "weights_id"):
+            self._check_text(name, optional=True)
+        for name in ("tenant", "io_backend", "eviction"):
+            self._check_text(name, optional=False)
+        for name, most in (("blocks_per_page", 1 << 16), ("max_queued_pages", 1 << 30)):
+            if getattr(self, name) is not None:
+                count(name, getattr(self, name), least=1, most=most)
+        count("io_threads", self.io_threads, least=1, most=256)
+        count("history_pages", self.history_pages)
+        self.policy()
+        eviction_factory(self.eviction)
+        if self.on_error not in _ON_ERROR:
+            raise PolicyError("no such on_error", got=repr(self.on_error), choices=_ON_ERROR)
+
+    @classmethod
+    def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorOptions:
+        """Read `kv_connector_extra_config`. Raises ConfigError or PolicyError naming the setting."""
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in extra_config if name not in known]
+        if unknown:
+            near = difflib.get_close_matches(str(unknown[0]), known, n=1)
+            raise ConfigError(
+                f"kv_connector_extra_config has an unknown setting: {', '.join(map(str, unknown))}",
+                choices=known,
+                remedy=f"Did you mean {near[0]!r}?" if near else None,
+            )
+        if "host_bytes" not in extra_config:
+            raise ConfigError(
+                "kv_connector_extra_config lacks host_bytes",
+                expected="the host memory that the cache may use on this node",
+                remedy='For example "kv_connector_extra_config": {"host_bytes": "64GiB"}.',
+            )
+        return cls(**extra_config)
+
+    def policy(self) -> WritePolicy:
+        """Return the write policy; vLLM owns the device tier, so `write_back` is refused."""
+        return WritePolicy.parse(self.write_policy, min_hits=self.min_hits, device_owned=False)
+
+    def _check_text(self, name: str, *, optional: bool) -> None:
+        value = getattr(self, name)
+        if not (isinstance(value, str) or (optional and value is None)):
+            raise ConfigError(f"{name} is no text", got=repr(value), expected="a string")

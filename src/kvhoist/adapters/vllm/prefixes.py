@@ -1,0 +1,130 @@
+"""How much of a prompt the tiers below the device can bring, and what a request must wait for first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvhoist.adapters.vllm.requests import PageShape, RequestState
+from kvhoist.control.directory import Space
+from kvhoist.control.entry import Entry
+from kvhoist.control.plane import ControlPlane
+from kvhoist.control.tiers import Tier
+
+_MOST_REFUSED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long a request may wait, in seconds, for storage to answer and to bring pages."""
+
+    lookup_s: float
+    prefetch_s: float
+
+
+class Prefixes:
+    """Answers how many blocks can be loaded for a request, asking storage and prefetching on the way. Never blocks.
+
+    A request waits for storage at most once for an answer and once for pages; what is late then is recomputed.
+    """
+
+    def __init__(
+        self, plane: ControlPlane, shape: PageShape, waits: Waits, *, num_held_back: int, clock: Callable[[], float]
+    ) -> None:
+        self._plane = plane
+        self._shape = shape
+        self._waits = waits
+        self._num_held_back = num_held_back
+        self._clock = clock
+        self._refused: dict[bytes, None] = {}
+
+    def find(self, space: Space, state: RequestState, num_computed_tokens: int) -> range | None:
+        """Return the blocks that can be loaded beyond `num_computed_tokens` (whole blocks); None to be asked again
+        later. The last token is left to compute, for its logits."""
+        shape = self._shape
+        first = num_computed_tokens // shape.block_tokens
+        most = (state.request.num_tokens - 1) // shape.block_tokens - self._num_held_back
+        keys = state.update_keys(shape.hashes_per_page)
+        page, last_page = first // shape.blocks_per_page, min(shape.pages_of(most), len(keys))
+        if page >= last_page or not state.loads:
+            return range(first, first)
+        if state.waits_for is not None and not self._is_over(state):
+            return None
+        ready = self._num_ready(space, keys, page, last_page)
+        if ready < last_page:
+            state.waits_for = self._fetch(space, state, keys, ready, last_page)
+            if state.waits_for is not None:
+                return None
+        return range(first, min(ready * shape.blocks_per_page, most))
+
+    def refuse(self, keys: Sequence[bytes]) -> None:
+        """Do not load these pages again from the copies that the host has now: they failed."""
+        if len(self._refused) + len(keys) > _MOST_REFUSED:
+            self._refused.clear()
+        self._refused.update(dict.fromkeys(keys))
+
+    def accept(self, keys: Sequence[bytes]) -> None:
+        """These pages have new copies in the host tier."""
+        if self._refused:
+            for key in keys:
+                self._refused.pop(key, None)
+
+    def _is_over(self, state: RequestState) -> bool:
+        """Tell whether the wait of `state` is over: its job is done, or took too long."""
+        assert state.waits_for is not None
+        assert state.deadline is not None
+        if not self._plane.flights.is_open(state.waits_for):
+            state.waits_for = None
+            return True
+        if self._clock() < state.deadline:
+            return False
+        state.waits_for = None
+        state.asked_storage = state.late = True
+        return True
+
+    def _num_ready(self, space: Space, keys: Sequence[bytes], page: int, last_page: int) -> int:
+        find = self._plane.directory.find
+        while page < last_page:
+            entry = find(space, keys[page])
+            if entry is None or not entry.is_ready(Tier.HOST) or keys[page] in self._refused:
+                break
+            page += 1
+        return page
+
+    def _fetch(self, space: Space, state: RequestState, keys: Sequence[bytes], page: int, last_page: int) -> int | None:
+        """Start, or join, what may bring keys[page:last_page] to the host tier; None where nothing may."""
+        if state.late or state.prefetched.stop > page:  # it was tried
+            return None
+        entry = self._plane.directory.find(space, keys[page])
+        if entry is None or entry.is_ready(Tier.HOST):
+            return self._ask(space, state, keys, page, last_page) if entry is None else None
+        filling = self._plane.flights.job_filling(entry, Tier.HOST)
+        if filling is not None:
+            return self._wait(state, filling, self._waits.prefetch_s)
+        if not entry.is_ready(Tier.STORAGE):
+            return self._ask(space, state, keys, page, last_page)
+        stop = self._num_stored(space, keys, page, last_page)
+        state.prefetched = range(page, stop)
+        job = self._plane.prefetch(space, keys, page, stop, for_whom=state.request.request_id)
+        return None if job is None else self._wait(state, job.id, self._waits.prefetch_s)
+
+    def _ask(self, space: Space, state: RequestState, keys: Sequence[bytes], page: int, last_page: int) -> int | None:
+        if state.asked_storage or not self._plane.has_storage:
+            return None
+        state.asked_storage = True
+        keys = keys[:last_page]
+        job = self._plane.lookup(space, keys, page)
+        job_id = job.id if job is not None else self._plane.lookups.under_way(space, keys, page)
+        return None if job_id is None else self._wait(state, job_id, self._waits.lookup_s)
+
+    def _num_stored(self, space: Space, keys: Sequence[bytes], page: int, last_page: int) -> int:
+        def only_stored(entry: Entry | None) -> bool:
+            return entry is not None and entry.is_ready(Tier.STORAGE) and entry.page(Tier.HOST) is None
+
+        while page < last_page and only_stored(self._plane.directory.find(space, keys[page])):
+            page += 1
+        return page
+
+    def _wait(self, state: RequestState, job_id: int, seconds: float) -> int:
+        state.deadline = self._clock() + seconds
+        return job_id

@@ -1,0 +1,297 @@
+"""The scheduler's side: what vLLM's scheduler asks and tells, in terms of the control plane."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvhoist.adapters.vllm.counts import SchedulerCounts
+from kvhoist.adapters.vllm.fences import Fences
+from kvhoist.adapters.vllm.metadata import ConnectorMetadata, LoadOrder, WorkerMetadata
+from kvhoist.adapters.vllm.prefixes import Prefixes, Waits
+from kvhoist.adapters.vllm.requests import PageShape, RequestState
+from kvhoist.control.jobs import Finished
+from kvhoist.control.namespace import Namespace
+from kvhoist.control.plane import ControlPlane
+from kvhoist.control.tiers import Tier
+from kvhoist.errors import PageIdError
+from kvhoist.messages import JobKind
+
+_log = logging.getLogger("vllm.kvhoist")
+_NOTHING = ConnectorMetadata()
+
+
+class SchedulerSide:
+    """Decides for one engine, called from its scheduler only; never blocks.
+
+    vLLM owns the device: pages are offered for offloading by the blocks of running requests, and loads fill blocks that
+    vLLM has allocated. `loads` and `offers` say what the engine's role allows; with `sync` loads happen within the
+    step that needs them. `group_id` is the index of the served group in vLLM's lists of blocks.
+    """
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        namespace: Namespace,
+        shape: PageShape,
+        waits: Waits,
+        *,
+        group_id: int,
+        num_held_back: int,
+        loads: bool = True,
+        offers: bool = True,
+        sync: bool = False,
+        audit_every_s: float | None = None,
+    ) -> None:
+        self.plane = plane
+        self.counts = SchedulerCounts(plane)
+        self._shape = shape
+        self._group_id = group_id
+        self._audit_every_s = audit_every_s
+        self._next_audit = time.monotonic()
+        self._loads, self._offers, self._sync = loads, offers, sync
+        self._prefixes = Prefixes(plane, shape, waits, num_held_back=num_held_back, clock=time.monotonic)
+        self._states: dict[str, RequestState] = {}
+        self._due: dict[str, RequestState] = {}
+        self._fences = Fences()
+        self._given: list[int] = []
+        self._orders: dict[int, LoadOrder] = {}
+        self._loading: dict[bytes, int] = {}
+        self._resets = 0
+        self._namespace = namespace
+        self._space = plane.space(namespace)
+        self._tell_namespace = True
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace in use: another one after each reset."""
+        return self._namespace
+
+    # -- what vLLM asks ------------------------------------------------------------------------------------------
+
+    def num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond `num_computed_tokens` can be loaded (None: ask again later), and whether the
+        request waits outside of the batch meanwhile."""
+        state = self._state(request)
+        if not self._loads or request.skip_reading_prefix_cache:
+            return 0, False
+        found = self._prefixes.find(self._space, state, num_computed_tokens)
+        if found and state.keys[found.start // self._shape.blocks_per_page] in self._loading:
+            found = None  # another request brings it: its blocks will be a local hit
+        if found is None:
+            return None, False
+        state.found_blocks = found
+        self.counts.look_up(self._space, state, self._shape)
+        self._tell(state, num_computed_tokens)
+        return len(found) * self._shape.block_tokens, bool(found) and not self._sync
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Start the load that was promised, into the blocks that vLLM allocated for it."""
+        state = self._states.get(request.request_id)
+        if state is None or not num_external_tokens:
+            return
+        per_page = self._shape.blocks_per_page
+        start = state.found_blocks.start
+        stop = start + num_external_tokens // self._shape.block_tokens
+        wanted = range(start, stop)
+        first, last = start // per_page, self._shape.pages_of(stop)
+        ids = blocks.get_block_ids()[self._group_id]
+        device_blocks = [ids[i] if i in wanted else -1 for i in range(first * per_page, last * per_page)]
+        job = self.plane.load(self._space, state.keys, first, last, device_blocks, for_whom=request.request_id)
+        assert job is not None, "a range of pages that were found ready is not empty"
+        state.stop()
+        state.load_job = job.id
+        self._orders[job.id] = LoadOrder(job, request.request_id, self._sync)
+        if not self._sync:  # a synchronous load is over before another request could look
+            self._loading.update(dict.fromkeys(job.keys, job.id))
+        self._given += ids[start:stop]
+        self.plane.directory.touch(self.plane.directory.match(self._space, state.keys[:last]))
+        self.counts.hit(state, wanted, self._shape)
+
+    def hit_tokens_by_tier(self, request: Any, num_external_tokens: int) -> dict[Tier, int]:
+        """Return from which tiers the tokens of the load just started come; they add up to `num_external_tokens`."""
+        state = self._states[request.request_id]
+        start = state.found_blocks.start
+        wanted = range(start, start + num_external_tokens // self._shape.block_tokens)
+        return self.counts.tokens_by_tier(state, wanted, self._shape)
+
+    def build_meta(self, output: Any) -> ConnectorMetadata:
+        """Return the orders of the step that `output` describes."""
+        if output.scheduled_new_reqs or output.scheduled_cached_reqs.req_ids:
+            self._note_scheduled(output)
+        if self._due:
+            self._offer_due(output.num_scheduled_tokens)
+        jobs = self.plane.take_jobs()
+        loads = []
+        others = []
+        for job in jobs:
+            if job.kind is JobKind.LOAD:
+                loads.append(self._orders[job.id])
+                continue
+            others.append(job)
+            if job.kind is JobKind.OFFLOAD:
+                self._fences.open(job)
+        given, self._given = self._given, []
+        fences = self._fences.readers(given)
+        told, self._tell_namespace = self._tell_namespace, False
+        if not jobs and not fences and not told:
+            return _NOTHING
+        fields = self._namespace.field_dict() if told else None
+        return ConnectorMetadata(tuple(others), tuple(loads), tuple(fences), fields)
+
+    def update_output(self, meta: WorkerMetadata | None) -> None:
+        """Book what the workers have done."""
+        if meta is None:
+            return
+        self.counts.add(meta.counts)
+        for completion in meta.completions:
+            finished = self.plane.complete(completion)
+            if finished is not None:
+                self._settle(finished)
+        if self._audit_every_s is not None and time.monotonic() >= self._next_audit:
+            self._next_audit = time.monotonic() + self._audit_every_s
+            self._audit()
+
+    def request_finished(self, request: Any) -> None:
+        """Offer the last full pages of a request; vLLM may free its blocks at once."""
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return
+        self._due.pop(request.request_id, None)
+        if state.running:
+            self._offer(state)
+
+    def reset(self) -> bool:
+        """Forget everything and begin a new namespace: what was cached is of other weights now. False where a load of
+        old pages is under way, which cannot be taken back; everything else is done then, too."""
+        self._resets += 1
+        fields = {**self._namespace.field_dict(), "reset": f"{time.time_ns()}.{self._resets}"}
+        self.plane.clear()
+        self._namespace = Namespace.from_fields(fields)
+        self._space = self.plane.space(self._namespace)
+        self._tell_namespace = True
+        self._due.clear()
+        for state in self._states.values():
+            state.offers = not state.running and state.load_job is None
+            state.waits_for, state.asked_storage, state.prefetched = None, False, range(0)
+        return not self._orders
+
+    def close(self) -> None:
+        """Check the books and forget the requests. Logs what does not add up."""
+        self._audit()
+        self._states.clear()
+        self._due.clear()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _audit(self) -> None:
+        try:
+            self.plane.audit()
+        except PageIdError:
+            self.counts.add({"audit_failures": 1.0})
+            _log.exception("kvhoist: the books of the cache do not add up")
+
+    def _tell(self, state: RequestState, num_computed_tokens: int) -> None:
+        """Log, at debug level and once a request, which tiers hold its prompt and why the rest is a miss."""
+        if state.told or not _log.isEnabledFor(logging.DEBUG):
+            return
+        state.told = True
+        request, found = state.request, len(state.found_blocks) * self._shape.block_tokens
+        _log.debug(
+            "kvhoist: request %s: %d of %d tokens are on the device, %d more can be loaded. %s",
+            request.request_id,
+            num_computed_tokens,
+            request.num_tokens,
+            found,
+            self.plane.explain(self._space, state.keys, request.num_tokens),
+        )
+
+    def _state(self, request: Any) -> RequestState:
+        state = self._states.get(request.request_id)
+        if state is None:
+            state = self._states[request.request_id] = RequestState(request)
+        return state
+
+    def _note_scheduled(self, output: Any) -> None:
+        """Take over the blocks that requests of this step have been given."""
+        block_tokens, group = self._shape.block_tokens, self._group_id
+        for new in output.scheduled_new_reqs:
+            state = self._states.get(new.req_id)
+            if state is not None:
+                self._run(state, new.block_ids[group], new.num_computed_tokens // block_tokens)
+        cached = output.scheduled_cached_reqs
+        for i, new_blocks in enumerate(cached.new_block_ids):
+            if new_blocks is None:
+                continue
+            state = self._states.get(cached.req_ids[i])
+            if state is None:
+                continue
+            ids = new_blocks[group]
+            if cached.req_ids[i] in cached.resumed_req_ids:
+                state.offers = True  # what it computes now, it computes anew
+                self._run(state, ids, cached.num_computed_tokens[i] // block_tokens)
+            else:
+                state.blocks += ids
+                self._given += ids
+                self._due[cached.req_ids[i]] = state
+
+    def _run(self, state: RequestState, blocks: Sequence[int], num_computed_blocks: int) -> None:
+        self.counts.scheduled(state)
+        state.run(blocks)
+        self._given += blocks[num_computed_blocks:]
+        self._due[state.request.request_id] = state
+
+    def _offer_due(self, num_scheduled_tokens: dict[str, int]) -> None:
+        """Offer the pages that earlier steps filled, and keep the requests of which this step fills one."""
+        page_tokens = self._shape.page_tokens
+        done = []
+        for request_id, state in self._due.items():
+            self._offer(state)
+            computed = state.request.num_computed_tokens + num_scheduled_tokens.get(request_id, 0)
+            if computed // page_tokens <= state.next_page:
+                done.append(request_id)
+        for request_id in done:
+            del self._due[request_id]
+
+    def _offer(self, state: RequestState) -> None:
+        shape = self._shape
+        stop = min(state.num_computed_pages(shape.page_tokens), len(state.blocks) // shape.blocks_per_page)
+        if stop <= state.next_page:
+            return
+        if self._offers and state.offers:
+            keys = state.update_keys(shape.hashes_per_page)
+            stop = min(stop, len(keys))
+            first, last = state.next_page * shape.blocks_per_page, stop * shape.blocks_per_page
+            blocks = state.blocks[first:last]
+            self.plane.write(self._space, keys, state.next_page, stop, blocks, for_whom=state.request.request_id)
+        state.next_page = stop
+
+    def _settle(self, finished: Finished) -> None:
+        job = finished.job
+        if job.kind is JobKind.OFFLOAD:
+            self._fences.close(job.id)
+        if job.kind in (JobKind.OFFLOAD, JobKind.PREFETCH):
+            self._prefixes.accept(job.keys)
+            self.counts.failed([job.keys[i] for i in finished.failed_pages])
+        if job.kind is not JobKind.LOAD:
+            return
+        order = self._orders.pop(job.id)
+        for key in job.keys:
+            if self._loading.get(key) == job.id:
+                del self._loading[key]
+        state = self._states.get(order.request_id)
+        if state is not None and state.load_job == job.id:
+            state.load_job = None
+        if finished.failed_pages:
+            self._prefixes.refuse([job.keys[i] for i in finished.failed_pages])
+            if state is not None:
+                state.loads = False
+            _log.warning(
+                "%d of %d pages could not be loaded for request %s and are recomputed: %s",
+                len(finished.failed_pages),
+                job.num_pages,
+                order.request_id,
+                finished.error,
+            )

@@ -1,0 +1,228 @@
+"""The side of one worker: takes the scheduler's orders, moves the bytes, reports what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+
+from kvhoist.adapters.vllm import compat
+from kvhoist.adapters.vllm.caches import RegisteredCaches
+from kvhoist.adapters.vllm.metadata import ConnectorMetadata, LoadOrder, WorkerMetadata
+from kvhoist.adapters.vllm.options import ConnectorOptions
+from kvhoist.adapters.vllm.ranks import Place
+from kvhoist.control.namespace import Namespace
+from kvhoist.errors import KvhoistError, TransferError
+from kvhoist.memory.arena import HostArena
+from kvhoist.messages import Completion, Job, JobKind
+from kvhoist.mover import Mover
+from kvhoist.platform.base import Event
+from kvhoist.platform.open import open_platform
+from kvhoist.settings import Settings
+from kvhoist.storage.io import StorageIO
+from kvhoist.storage.open import open_store
+from kvhoist.storage.record import Sealer
+from kvhoist.transfer import Transfer
+
+_log = logging.getLogger("vllm.kvhoist")
+
+
+class WorkerSide:
+    """The data plane of one rank. Called from the thread that runs the model; the copies run in the mover's threads.
+
+    Owns the host arena, the mover, the storage I/O and the store. `close` gives them back.
+    """
+
+    def __init__(self, caches: RegisteredCaches, options: ConnectorOptions, place: Place, host_bytes: int) -> None:
+        """Map `host_bytes` of host memory and open the store. Raises HostMemoryError, ConfigError and what opening a
+        store raises, having kept nothing."""
+        self._group = caches.group
+        self._layer_of = caches.layer_of
+        self._options = options
+        self._platform = open_platform(caches.device.device)
+        self._done: deque[Completion] = deque()
+        self._offloads: dict[int, Transfer] = {}
+        self._loads: dict[int, LoadOrder] = {}
+        self._sync: dict[int, Transfer] = {}
+        self._waited: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._unreported: list[Completion] = []
+        self._num_mismatches = 0
+        with contextlib.ExitStack() as undo:
+            self.arena = HostArena(caches.group, host_bytes=host_bytes)
+            undo.callback(self.arena.close)
+            self._store = None if options.storage is None else open_store(options.storage)
+            if self._store is not None:
+                undo.callback(self._store.close)
+            self._io = self._open_io()
+            if self._io is not None:
+                undo.callback(self._io.close, drain=False)
+            self._mover = Mover(
+                caches.group,
+                caches.device,
+                self.arena,
+                platform=self._platform,
+                on_complete=self._done.append,
+                io=self._io,
+                rank=place.rank,
+                shard=place.shard,
+                io_backend=options.io_backend,
+                debug_verify=options.debug_verify,
+                persists=place.persists,
+                early_persist=True,
+            )
+            undo.pop_all()
+
+    # -- in the order of a step ----------------------------------------------------------------------------------
+
+    def begin_step(self, meta: ConnectorMetadata) -> None:
+        """Before anything of the step is written: start what does not depend on it, and wait for offloads that read
+        blocks which the step gives away."""
+        if meta.namespace is not None:
+            self._note(meta.namespace)
+        if meta.jobs:
+            after = self._engine_point()
+            for job in meta.jobs:
+                self._submit(job, after)
+        for job_id in meta.fences:
+            transfer = self._offloads.get(job_id)
+            if transfer is not None:
+                transfer.result()
+
+    def start_loads(self, meta: ConnectorMetadata) -> None:
+        """Start the step's loads, after all that the engine has put into its stream so far."""
+        if not meta.loads:
+            return
+        after = self._engine_point()
+        for order in meta.loads:
+            self._loads[order.job.id] = order
+            transfer = self._submit(order.job, after)
+            if order.sync and transfer is not None:
+                self._sync[order.job.id] = transfer
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Block until the loads that this step needs have brought a layer. A failure shows at the step's end."""
+        if not self._sync:
+            return
+        self._waited.add(layer_name)
+        layer = self._layer_of.get(layer_name)
+        for transfer in self._sync.values():
+            with contextlib.suppress(TransferError):
+                transfer.wait(layer)
+
+    def end_step(self) -> set[str]:
+        """Take note of what is done; returns the requests whose loads outside of the batch are over."""
+        self._end_sync_loads()
+        arrived = set()
+        while self._done:
+            completion = self._done.popleft()
+            self._unreported.append(completion)
+            self._offloads.pop(completion.id, None)
+            order = self._loads.pop(completion.id, None)
+            if order is None:
+                continue
+            per_page = self._group.blocks_per_page
+            for page in completion.failed_pages:
+                blocks = order.job.device_blocks[page * per_page : (page + 1) * per_page]
+                self._failed_blocks.update(block for block in blocks if block >= 0)
+            if not order.sync:
+                arrived.add(order.request_id)
+        return arrived
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the device blocks that loads did not bring, once."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> WorkerMetadata | None:
+        """Return what is to be told to the scheduler, None for nothing."""
+        counts = {}
+        if self._mover.num_mismatches > self._num_mismatches:
+            counts["mismatched_pages"] = float(self._mover.num_mismatches - self._num_mismatches)
+            self._num_mismatches = self._mover.num_mismatches
+        if not self._unreported and not counts:
+            return None
+        completions, self._unreported = tuple(self._unreported), []
+        return WorkerMetadata(completions, counts)
+
+    def close(self) -> None:
+        """Let what is on its way to storage arrive, for `drain_timeout_s`, and release everything."""
+        timeout_s = self._options.drain_timeout_s
+        ended = self._mover.close(drain=True, timeout_s=timeout_s)
+        if self._io is not None:
+            ended = self._io.close(drain=ended, timeout_s=timeout_s) and ended
+        if self._store is not None:
+            self._store.close()
+        if ended:
+            self.arena.close()
+        else:
+            _log.warning("kvhoist: pages were still under way after %.1f s at shutdown and are lost", timeout_s)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _submit(self, job: Job, after: Event | None) -> Transfer | None:
+        try:
+            transfer = self._mover.submit(job, after=after)
+        except KvhoistError as error:
+            self._done.append(
+                Completion(job.id, self._mover.rank, tuple(range(job.num_pages)), f"{type(error).__name__}: {error}")
+            )
+            return None
+        if job.kind is JobKind.OFFLOAD:
+            self._offloads[job.id] = transfer
+        return transfer
+
+    def _end_sync_loads(self) -> None:
+        """Wait for the loads of this step. Where a layer never waited, it may have read too early: they failed then."""
+        if not self._sync:
+            return
+        for transfer in self._sync.values():
+            transfer.result()
+        unwaited = set(self._layer_of) - self._waited
+        if unwaited:
+            _log.error("kvhoist: layerwise loads need vLLM's hook in every layer; %s called none", sorted(unwaited)[0])
+            for job_id in self._sync:
+                self._failed_blocks.update(block for block in self._loads[job_id].job.device_blocks if block >= 0)
+        self._sync.clear()
+        self._waited.clear()
+
+    def _engine_point(self) -> Event | None:
+        """Return the point that the engine's stream has reached; None where work is done when its call returns."""
+        if not self._platform.capabilities.asynchronous:
+            return None
+        return self._platform.record(self._platform.wrap_stream(compat.current_stream_handle()))
+
+    def _open_io(self) -> StorageIO | None:
+        if self._store is None:
+            return None
+        num_pages = self.arena.num_pages
+        waiting = self._options.max_queued_pages or max(num_pages // 2, min(64, num_pages))
+        sealer = Sealer(Settings.from_env().store_secret)
+        return StorageIO(self._store, sealer, num_threads=self._options.io_threads, max_queued_pages=waiting)
+
+    def _note(self, fields: Mapping[str, str]) -> None:
+        """Write down in the store what the namespace stands for, and say once where the store has only others."""
+        if self._io is None or self._store is None:
+            return
+        threading.Thread(
+            target=self._tell_namespace, args=(dict(fields),), name="kvhoist-namespace", daemon=True
+        ).start()
+
+    def _tell_namespace(self, fields: Mapping[str, str]) -> None:
+        assert self._io is not None
+        assert self._store is not None
+        ours = Namespace.from_fields(fields)
+        try:
+            known = self._store.namespaces()
+            self._io.note_namespace(ours.digest, fields)
+        except Exception:
+            _log.warning("kvhoist: the store cannot say which namespaces it holds", exc_info=True)
+            return
+        if known and ours.digest not in known:
+            nearest = min((ours.differs_from(Namespace.from_fields(other)) for other in known.values()), key=len)
+            _log.warning(
+                "kvhoist: the store holds pages of other namespaces only: no hits from it; the nearest differs in %s",
+                ", ".join(nearest),
+            )
