@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvhoist.adapters.vllm.block_form import BlockForm, block_form
 from kvhoist.checks import count
 from kvhoist.device_layout import DeviceCache, check_disjoint
 from kvhoist.device_layout.tensors import TensorBytes, read_tensor, spans
@@ -32,8 +33,6 @@ from kvhoist.layout import ComponentLayout, Layout, Place, Unit
 from kvhoist.platform.base import Device, MemoryRegion
 
 _Answer = TypeVar("_Answer")
-_PLANES = ("k", "v")
-_WHOLE = ("block",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +51,11 @@ class RegisteredCaches:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """How one tensor holds its blocks. A row is a whole block, of one plane where there are two."""
-
-    names: tuple[str, ...]
-    plane_stride_bytes: int
-    unit_stride_bytes: int
-    part_bytes: int
-    num_parts: int
-    part_stride_bytes: int
-    order: str
-
-    @property
-    def row_bytes(self) -> int:
-        return self.part_bytes * self.num_parts
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
     name: str
     index: int
     tensor: TensorBytes
-    form: _Form
+    form: BlockForm
 
     @property
     def stem(self) -> str:
@@ -93,7 +75,7 @@ class _Kind:
     """Layers of one stem and form, each index once: one component, or two where there are planes."""
 
     stem: str
-    form: _Form
+    form: BlockForm
     layers: tuple[_Layer, ...]
 
     def names(self, suffix: str) -> tuple[str, ...]:
@@ -132,10 +114,10 @@ def read_kv_caches(
     found = []
     for name in dict.fromkeys(layer_names):
         tensor = _read_tensor(kv_caches, name)
-        index = _ask(name, "its index", layer_index, name)
         dim = _ask(name, "which axis counts its blocks", block_dim, name, kv_caches[name])
         backend = _ask(name, "its attention backend", backend_of, name)
-        found.append(_Layer(name, index, tensor, _form(tensor, dim, num_blocks, block_tokens, backend)))
+        form = block_form(tensor, dim, num_blocks, block_tokens, backend)
+        found.append(_Layer(name, _index(name, layer_index), tensor, form))
     device = _one_device(found)
     owners: dict[tuple[int, ...], _Layer] = {}
     layer_of = {}
@@ -178,6 +160,13 @@ def _ask(name: str, what: str, ask: Callable[..., _Answer], *arguments: Any) -> 
         ) from error
 
 
+def _index(name: str, layer_index: Callable[[str], int]) -> int:
+    index = _ask(name, "its index", layer_index, name)
+    if not isinstance(index, int) or index < 0:
+        raise LayoutError(f"layer {name!r} has no index", got=repr(index), expected="an int from 0 on")
+    return index
+
+
 def _one_device(layers: list[_Layer]) -> Device:
     first = layers[0].tensor.device
     for layer in layers:
@@ -186,76 +175,15 @@ def _one_device(layers: list[_Layer]) -> Device:
     return first
 
 
-def _form(tensor: TensorBytes, block_dim: int, num_blocks: int, block_tokens: int, backend: str) -> _Form:
-    shape, strides = tensor.shape, tensor.strides_bytes
-    if len(shape) < 2 or not 0 <= block_dim < len(shape):
-        raise tensor.error(
-            "has no blocks that can be read",
-            got=f"shape {shape}, block axis {block_dim}",
-            expected="an axis of blocks and axes inside a block",
-        )
-    ratio, rest = divmod(shape[block_dim], num_blocks)
-    if rest or ratio < 1 or block_tokens % ratio:
-        raise tensor.mismatch(
-            "has another number of blocks than vLLM's scheduler",
-            got=f"{shape[block_dim]} along axis {block_dim} of shape {shape}",
-            expected=f"{num_blocks}, or that many times a divisor of the {block_tokens} tokens of a block",
-        )
-    unit_stride = ratio * strides[block_dim]
-    planes = [dim for dim in range(block_dim) if shape[dim] == len(_PLANES) and strides[dim] >= unit_stride][:1]
-    axes = [
-        (ratio if dim == block_dim else length, strides[dim]) for dim, length in enumerate(shape) if dim not in planes
-    ]
-    axes = [(length, stride) for length, stride in axes if length > 1]
-    return _Form(
-        _PLANES if planes else _WHOLE,
-        strides[planes[0]] if planes else 0,
-        unit_stride,
-        *_parts(tensor, axes),
-        order=f"{backend} {tensor.dtype.removeprefix('torch.')} {_order(axes)}",
-    )
-
-
-def _parts(tensor: TensorBytes, axes: list[tuple[int, int]]) -> tuple[int, int, int]:
-    """Return (part_bytes, num_parts, part_stride_bytes) of a block: its contiguous runs, at one pitch."""
-    part_bytes, num_parts, pitch = tensor.item_bytes, 1, 0
-    for length, stride in sorted(axes, key=lambda axis: axis[1]):
-        if num_parts == 1 and stride == part_bytes:
-            part_bytes *= length
-        elif num_parts == 1 and stride > part_bytes:
-            num_parts, pitch = length, stride
-        elif num_parts > 1 and stride == num_parts * pitch:
-            num_parts *= length
-        else:
-            raise tensor.error(
-                "has blocks whose bytes lie in no regular order",
-                got=f"shape {tensor.shape}, strides {tensor.strides_bytes} B of {tensor.dtype}: an axis of {length} at "
-                f"{stride} B does not continue {num_parts} x {part_bytes} B at a pitch of {pitch} B",
-                expected="the bytes of a block contiguous, or in equal contiguous pieces at one pitch",
-                remedy="Choose another attention backend or KV cache layout, or report this model.",
-            )
-    return part_bytes, num_parts, pitch
-
-
-def _order(axes: list[tuple[int, int]]) -> str:
-    """Return shape and strides (in items) inside a block, as they are once its pieces stand one after the other."""
-    compact = [0] * len(axes)
-    items = 1
-    for axis in sorted(range(len(axes)), key=lambda axis: axes[axis][1]):
-        compact[axis] = items
-        items *= axes[axis][0]
-    return f"{'x'.join(str(length) for length, _ in axes)}/{','.join(map(str, compact))}"
-
-
 def _kinds(layers: list[_Layer]) -> list[_Kind]:
     """Sort `layers`, ascending by index, into kinds: the one with the most layers first, then the largest blocks."""
-    kinds: dict[tuple[str, _Form, int], list[_Layer]] = {}
-    seen: Counter[tuple[str, _Form, int]] = Counter()
+    kinds: dict[tuple[str, BlockForm, int], list[_Layer]] = {}
+    seen: Counter[tuple[str, BlockForm, int]] = Counter()
     for layer in layers:
         seen[layer.stem, layer.form, layer.index] += 1
         kinds.setdefault((layer.stem, layer.form, seen[layer.stem, layer.form, layer.index]), []).append(layer)
 
-    def rank(item: tuple[tuple[str, _Form, int], list[_Layer]]) -> tuple[Any, ...]:
+    def rank(item: tuple[tuple[str, BlockForm, int], list[_Layer]]) -> tuple[Any, ...]:
         (stem, form, occurrence), members = item
         block_bytes = form.row_bytes * len(form.names)
         return -len(members), -block_bytes, stem, form.order, occurrence, members[0].index
@@ -268,15 +196,21 @@ def _named(kinds: list[_Kind]) -> list[tuple[str, _Kind]]:
     first = kinds[0].stem.split(".")
     named: dict[str, _Kind] = {}
     for number, kind in enumerate(kinds, start=1):
-        parts = kind.stem.split(".")
-        common = next((i for i, (a, b) in enumerate(zip(first, parts, strict=False)) if a != b), len(first))
-        suffix = "".join(f".{part}" for part in parts[common:]) or f".{number}"
+        suffix = "".join(f".{part}" for part in _added(kind.stem.split("."), first)) or f".{number}"
         if number == 1:
             suffix = ""
         elif suffix in named:
             suffix = f"{suffix}.{number}"
         named[suffix] = kind
     return list(named.items())
+
+
+def _added(parts: list[str], first: list[str]) -> list[str]:
+    """Return what is left of `parts` without the beginning and then the end that it shares with `first`."""
+    for _ in range(2):
+        shared = next((i for i, (a, b) in enumerate(zip(first, parts, strict=False)) if a != b), len(first))
+        first, parts = first[shared:][::-1], parts[shared:][::-1]
+    return parts
 
 
 def _layout(

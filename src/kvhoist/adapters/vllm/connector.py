@@ -211,6 +211,7 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
             self._off(str(error))
         except (KvhoistError, TypeError, ValueError, OSError) as error:
             if self._extra_config.get("on_error") != "disable":
+                _log.error("kvhoist cannot start: %s", error)
                 raise
             self._off(f"{type(error).__name__}: {error}")
         return None

@@ -9,6 +9,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvhoist.adapters.vllm.counts import GAUGES
 
+_PREFIX = "vllm:kvhoist_"
+"""vLLM takes its metrics out of the registry, for the next engine of a process, by their names."""
+
 _COUNTERS = {
     "hit_tokens": ("tier", "Tokens loaded instead of computed, by the tier that held them (host, storage)."),
     "miss_tokens": ("reason", "Tokens of requests that no tier below the device brought, by reason."),
@@ -49,20 +52,20 @@ class CacheMetrics(KVConnectorStats):
 
 
 class CachePromMetrics(KVConnectorPromMetrics):
-    """Registers `kvhoist:*` metrics with vLLM's registry, one series an engine and label."""
+    """Registers `vllm:kvhoist_*` metrics with vLLM's registry, one series an engine and label."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
             name: metric_types[Counter](
-                name=f"kvhoist:{name}",
+                name=f"{_PREFIX}{name}",
                 documentation=text,
                 labelnames=[*labelnames, *([label] if label else [])],
             )
             for name, (label, text) in _COUNTERS.items()
         }
         self._gauges = {
-            name: metric_types[Gauge](name=f"kvhoist:{name}", documentation=_GAUGE_TEXTS[name], labelnames=labelnames)
+            name: metric_types[Gauge](name=f"{_PREFIX}{name}", documentation=_GAUGE_TEXTS[name], labelnames=labelnames)
             for name in GAUGES
         }
 
