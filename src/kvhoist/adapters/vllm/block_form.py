@@ -13,7 +13,7 @@ _WHOLE = ("block",)
 @dataclass(frozen=True, slots=True)
 class BlockForm:
     """How one tensor holds its blocks. A row is a whole block, of one plane where there are two (`names`: `k` and `v`,
-    else `block`), in `num_parts` contiguous pieces at one pitch. `order` names backend, dtype and the order of a row."""
+    else `block`), in `num_parts` contiguous pieces at one pitch. `order` says backend, dtype and order of the bytes."""
 
     names: tuple[str, ...]
     plane_stride_bytes: int
@@ -49,17 +49,16 @@ def block_form(tensor: TensorBytes, block_dim: int, num_blocks: int, block_token
             expected=f"{num_blocks}, or that many times a divisor of the {block_tokens} tokens of a block",
         )
     unit_stride = ratio * strides[block_dim]
-    planes = [dim for dim in range(block_dim) if shape[dim] == len(_PLANES) and strides[dim] >= unit_stride][:1]
-    axes = [
-        (ratio if dim == block_dim else length, strides[dim]) for dim, length in enumerate(shape) if dim not in planes
-    ]
-    axes = [(length, stride) for length, stride in axes if length > 1]
+    plane = next((dim for dim in range(block_dim) if shape[dim] == len(_PLANES) and strides[dim] >= unit_stride), None)
+    axes = {
+        dim: (ratio if dim == block_dim else length, strides[dim]) for dim, length in enumerate(shape) if dim != plane
+    }
     return BlockForm(
-        _PLANES if planes else _WHOLE,
-        strides[planes[0]] if planes else 0,
+        _WHOLE if plane is None else _PLANES,
+        0 if plane is None else strides[plane],
         unit_stride,
-        *_parts(tensor, axes),
-        order=f"{backend} {tensor.dtype.removeprefix('torch.')} {_order(axes)}",
+        *_parts(tensor, [(length, stride) for length, stride in axes.values() if length > 1]),
+        order=f"{backend} {tensor.dtype.removeprefix('torch.')} {_order(axes, block_dim, plane)}",
     )
 
 
@@ -84,11 +83,16 @@ def _parts(tensor: TensorBytes, axes: list[tuple[int, int]]) -> tuple[int, int, 
     return part_bytes, num_parts, pitch
 
 
-def _order(axes: list[tuple[int, int]]) -> str:
-    """Return shape and strides (in items) inside a block, as they are once its pieces stand one after the other."""
-    compact = [0] * len(axes)
+def _order(axes: dict[int, tuple[int, int]], block_dim: int, plane: int | None) -> str:
+    """Return shape and strides (in items) inside a block, as they are once its pieces stand one after the other: of
+    kernel blocks (`b`) and all other axes in the tensor's order, 0 for an axis of one. No two orders share a text."""
+    compact = dict.fromkeys(axes, 0)
     items = 1
-    for axis in sorted(range(len(axes)), key=lambda axis: axes[axis][1]):
-        compact[axis] = items
-        items *= axes[axis][0]
-    return f"{'x'.join(str(length) for length, _ in axes)}/{','.join(map(str, compact))}"
+    for dim in sorted((dim for dim in axes if axes[dim][0] > 1), key=lambda dim: axes[dim][1]):
+        compact[dim] = items
+        items *= axes[dim][0]
+    lengths = {dim: f"{'b' if dim == block_dim else ''}{length}" for dim, (length, _) in axes.items()}
+    strides = {dim: str(stride) for dim, stride in compact.items()}
+    if plane is not None:
+        lengths[plane], strides[plane] = str(len(_PLANES)), "plane"
+    return f"{'x'.join(lengths[dim] for dim in sorted(lengths))}/{','.join(strides[dim] for dim in sorted(strides))}"
