@@ -190,3 +190,20 @@ def test_audit_names_what_does_not_add_up(spoil: Any, named: str) -> None:
     spoil(entries[2])
     with pytest.raises(PageIdError, match=named):
         made.audit()
+
+
+def test_a_dropped_space_is_forgotten_and_its_name_makes_another() -> None:
+    made, space = directory(host=8)
+    fill(made, space, A[:2])
+    filling = made.reserve(space, A, 2, 3, HOST)
+    assert made.drop_space(space) == 2
+    assert not made.owns(space)
+    assert made.stats().spaces == 0
+    made.audit()
+    again = made.space(namespace(0), 0)
+    assert again is not space
+    assert again.serial != space.serial
+    assert made.match(again, A) == []
+    assert made.publish(filling, HOST) == []
+    assert made.stats().tiers["host"].free_pages == 8
+    made.audit()

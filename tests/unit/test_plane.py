@@ -218,3 +218,13 @@ def test_selective_offers_of_a_foreign_engine_count_as_hits():
 def test_write_back_on_a_foreign_tier_is_refused():
     with pytest.raises(PolicyError, match="needs a device tier that kvhoist owns"):
         WritePolicy.parse("write_back", device_owned=False)
+
+
+def test_an_answer_of_storage_for_a_space_that_was_dropped_makes_no_entries():
+    plane, space, _ = make_plane(storage=True)
+    lookup = plane.lookup(space, KEYS, 0)
+    assert lookup is not None
+    plane.directory.drop_space(space)
+    answer(plane, lookup, 0, 1)
+    assert plane.directory.stats().entries == 0
+    plane.audit()

@@ -40,7 +40,7 @@ class Directory(DirectoryCore):
         name = (namespace.digest, group)
         space = self._spaces.get(name)
         if space is None:
-            space = Space(namespace, group, len(self._spaces), self._table.columns)
+            space = Space(namespace, group, next(self._serials), self._table.columns)
             self._spaces[name] = space
         return space
 
@@ -265,6 +265,12 @@ class Directory(DirectoryCore):
         ids of DEVICE and HOST that are free again at once. Takes about a µs a page."""
         spaces = list(self._spaces.values()) if space is None else [space]
         return sum(clear_space(one, self._table, self._history, self._subscribers) for one in spaces)
+
+    def drop_space(self, space: Space) -> int:
+        """Clear a space whose namespace will not come back, and forget the space: it is this directory's no more."""
+        num_pages = self.clear(space)
+        self._spaces.pop((space.namespace.digest, space.group), None)
+        return num_pages
 
     # -- telling -------------------------------------------------------------------------------------------------
 

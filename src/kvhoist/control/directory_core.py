@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -44,6 +45,7 @@ class DirectoryCore:
             num_hints = min(max(2 * capacities[Tier.HOST], _FEWEST_HINTS), MAX_PAGES)
             self._add_tier(Tier.STORAGE, num_hints, eviction_factory("lru"))
         self._spaces: dict[tuple[bytes, int], Space] = {}
+        self._serials = itertools.count()
         self._stamp = 0
         self._history = History(history_pages, clock)
         self._subscribers = Subscribers()

@@ -174,5 +174,5 @@ class Flights:
     def _book_lookup(self, flight: _Flight, job: Job, missing: frozenset[int]) -> None:
         found = min(missing, default=job.num_pages)
         first = len(flight.chain) - job.num_pages
-        if found:
+        if found and self._directory.owns(flight.space):
             self._directory.set_stored(flight.space, flight.chain[: first + found], True, start=first)

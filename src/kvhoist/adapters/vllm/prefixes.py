@@ -55,7 +55,7 @@ class Prefixes:
             state.waits_for = self._fetch(space, state, keys, ready, last_page)
             if state.waits_for is not None:
                 return None
-        return range(first, min(ready * shape.blocks_per_page, most))
+        return range(first, max(first, min(ready * shape.blocks_per_page, most)))
 
     def refuse(self, keys: Sequence[bytes]) -> None:
         """Do not load these pages again from the copies that the host has now: they failed."""

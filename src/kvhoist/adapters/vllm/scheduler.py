@@ -55,6 +55,7 @@ class SchedulerSide:
         self._prefixes = Prefixes(plane, shape, waits, num_held_back=num_held_back, clock=time.monotonic)
         self._states: dict[str, RequestState] = {}
         self._due: dict[str, RequestState] = {}
+        self._begun: dict[str, RequestState] = {}
         self._fences = Fences()
         self._given: list[int] = []
         self._orders: dict[int, LoadOrder] = {}
@@ -123,6 +124,9 @@ class SchedulerSide:
             self._note_scheduled(output)
         if self._due:
             self._offer_due(output.num_scheduled_tokens)
+        if self._begun:
+            self._due.update(self._begun)
+            self._begun.clear()
         jobs = self.plane.take_jobs()
         loads = []
         others = []
@@ -168,7 +172,8 @@ class SchedulerSide:
         old pages is under way, which cannot be taken back; everything else is done then, too."""
         self._resets += 1
         fields = {**self._namespace.field_dict(), "reset": f"{time.time_ns()}.{self._resets}"}
-        self.plane.clear()
+        self.plane.lookups.forget()
+        self.plane.directory.drop_space(self._space)
         self._namespace = Namespace.from_fields(fields)
         self._space = self.plane.space(self._namespace)
         self._tell_namespace = True
@@ -241,7 +246,10 @@ class SchedulerSide:
         self.counts.scheduled(state)
         state.run(blocks)
         self._given += blocks[num_computed_blocks:]
-        self._due[state.request.request_id] = state
+        # Its local hits may be blocks that another request of this very step computes: they are offered from the next
+        # step on.
+        self._due.pop(state.request.request_id, None)
+        self._begun[state.request.request_id] = state
 
     def _offer_due(self, num_scheduled_tokens: dict[str, int]) -> None:
         """Offer the pages that earlier steps filled, and keep the requests of which this step fills one."""

@@ -41,6 +41,7 @@ class WorkerSide:
         self._group = caches.group
         self._layer_of = caches.layer_of
         self._options = options
+        self._rank = place.rank
         self._platform = open_platform(caches.device.device)
         self._done: deque[Completion] = deque()
         self._offloads: dict[int, Transfer] = {}
@@ -203,8 +204,8 @@ class WorkerSide:
         return StorageIO(self._store, sealer, num_threads=self._options.io_threads, max_queued_pages=waiting)
 
     def _note(self, fields: Mapping[str, str]) -> None:
-        """Write down in the store what the namespace stands for, and say once where the store has only others."""
-        if self._io is None or self._store is None:
+        """Let one rank note in the store what the namespace stands for, and say where the store has only others."""
+        if self._io is None or self._rank != 0:
             return
         threading.Thread(
             target=self._tell_namespace, args=(dict(fields),), name="kvhoist-namespace", daemon=True
