@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvhoist.cli import app
 from kvhoist.demo import restart, session, whole
 from kvhoist.demo.conversations import SCHEDULE, conversations
-from kvhoist.demo.restart import drop_page_cache
+from kvhoist.demo.page_cache import drop_page_cache
 
 _MODEL_SIZES = {"hidden_size": 32, "max_position_embeddings": 16384}
 

@@ -55,7 +55,7 @@ def demo(
         raise ConfigError("unknown --dtype", got=dtype, choices=["float32", "bfloat16"])
     if plot is not None:
         check_plot(plot)
-    with _store_folder(folder) as place, redirect_stdout(sys.stderr):  # results alone go to stdout
+    with store_folder(folder) as place, redirect_stdout(sys.stderr):  # results alone go to stdout
         result = _run(model, dtype, place, num_host_bytes, device_tokens, page_tokens, new_tokens)
     if plot is not None:
         plot_turns(result.turns, result.restarted, plot, f"{Path(result.options.model).name}, {dtype}")
@@ -101,7 +101,7 @@ def _run(
 
 
 @contextmanager
-def _store_folder(chosen: Path | None) -> Iterator[Path]:
+def store_folder(chosen: Path | None) -> Iterator[Path]:
     """Give the folder of the store: the user's, which must hold no pages of an earlier run, or one that is removed."""
     if chosen is not None:
         folder = user_path(chosen).absolute()

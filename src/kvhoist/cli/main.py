@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 import kvhoist
 from kvhoist.cli.bench import bench_app
 from kvhoist.cli.demo import demo
+from kvhoist.cli.demo_vllm import demo_vllm
 from kvhoist.cli.doctor import doctor
 from kvhoist.cli.explain import explain
 from kvhoist.cli.output import side_console
@@ -85,6 +86,7 @@ def _options(
 
 
 app.command()(demo)
+app.command(name="demo-vllm")(demo_vllm)
 app.command()(explain)
 app.command()(doctor)
 app.add_typer(store_app)

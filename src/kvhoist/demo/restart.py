@@ -19,25 +19,11 @@ import torch
 
 from kvhoist.adapters.transformers.loading import quiet_transformers
 from kvhoist.demo.oracles import Recorder, greedy
+from kvhoist.demo.page_cache import drop_page_cache
 from kvhoist.demo.session import DemoOptions, warm_up
 from kvhoist.errors import KvhoistError
 
 _TIMEOUT_S = 600
-
-
-def drop_page_cache(folder: Path) -> int:
-    """Have the kernel forget the cached contents of all files below `folder` and return their bytes, so that the next
-    reads come from the disk. Dirty pages cannot be dropped, hence they are written first."""
-    num_bytes = 0
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            num_bytes += os.fstat(fd).st_size
-        finally:
-            os.close(fd)
-    return num_bytes
 
 
 def answer_in_new_process(options: DemoOptions, prompt: Sequence[int]) -> dict[str, Any]:

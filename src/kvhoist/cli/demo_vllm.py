@@ -1,0 +1,162 @@
+"""`kvhoist demo-vllm`: a chat with a vLLM server whose prefixes are evicted, and loaded again instead of recomputed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.table import Table
+from rich.text import Text
+
+from kvhoist.cli.demo import store_folder
+from kvhoist.cli.output import JsonOption, console, print_json, progress_bar, side_console
+from kvhoist.errors import ConfigError, MissingDependencyError
+from kvhoist.settings import Settings, user_path
+from kvhoist.units import parse_bytes
+
+if TYPE_CHECKING:
+    from kvhoist.demo.vllm_session import VllmDemoResult, VllmTurn
+
+_COLUMNS = ("turn", "prompt", "cached", "device", "host", "disk", "TTFT with", "recomputing", "ratio", "identical")
+_STEPS = 3 + 4 * 3 + 3 * 2
+"""Servers, questions, other conversations."""
+
+
+def demo_vllm(
+    model: Annotated[Path | None, typer.Option("--model", help="Model folder; default: the packaged SmolLM2.")] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32 or bfloat16; default: bfloat16 where this machine is fast in it.")
+    ] = "auto",
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", help="Empty or new folder for the store, kept; default: one that is removed."),
+    ] = None,
+    host_bytes: Annotated[str, typer.Option("--host-bytes", help="The host tier.")] = "1GiB",
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, max=64, help="Tokens an answer.")] = 16,
+    as_json: JsonOption = False,
+) -> None:
+    """A vLLM server with kvhoist, a chat whose prefix other conversations push out of the device, and a restart.
+
+    Answers are compared, to the bit of each log probability, with those of a second server that kept the prefix in
+    its device cache. Exit code 1: something differed.
+    """
+    num_host_bytes = parse_bytes(host_bytes, name="--host-bytes")
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise ConfigError("unknown --dtype", got=dtype, choices=["auto", "float32", "bfloat16"])
+    _need("vllm", "openai", "prometheus_client")
+    if Settings.from_env().disabled:
+        raise ConfigError("kvhoist is turned off here", got="KVHOIST_DISABLE", remedy="Unset KVHOIST_DISABLE.")
+    with store_folder(folder) as place, redirect_stdout(sys.stderr):  # results alone go to stdout
+        result = _run(model, dtype, place, num_host_bytes, new_tokens)
+    _show(result, as_json=as_json)
+    if as_json:
+        print_json(result.to_dict())
+    raise typer.Exit(0 if result.identical else 1)
+
+
+def _need(*modules: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            "this demo needs packages that are not installed",
+            got=f"no {' and no '.join(missing)}",
+            expected="vLLM 0.20 or newer and what it brings",
+            remedy="Run: scripts/demo-vllm, which sets up vLLM's CPU build, or pip install 'kvhoist[vllm]' on a GPU.",
+        )
+
+
+def _run(model: Path | None, dtype: str, folder: Path, host_bytes: int, new_tokens: int) -> VllmDemoResult:
+    with progress_bar() as bar:
+        task = bar.add_task("starting", total=None)
+        from kvhoist.demo.fast_dtype import fast_dtype
+        from kvhoist.demo.vllm_server import ServerFailedError, ended_by_signals
+        from kvhoist.demo.vllm_session import VllmDemoOptions, VllmSession
+
+        cache_dir = Settings.from_env().cache_dir
+        options = VllmDemoOptions(
+            model=_model_folder(
+                model,
+                cache_dir,
+                lambda what, done, steps: bar.update(task, description=what, completed=done, total=steps),
+            ),
+            folder=folder,
+            logs=cache_dir / "demo-vllm",
+            dtype=fast_dtype() if dtype == "auto" else dtype,
+            host_bytes=host_bytes,
+            new_tokens=new_tokens,
+        )
+        bar.reset(task, total=_STEPS)
+        session = VllmSession(
+            options,
+            on_step=lambda what: bar.update(task, description=what, advance=1),
+            on_turn=lambda turn: bar.console.print(_line(turn), highlight=False),
+        )
+        try:
+            with ended_by_signals():
+                return session.play()
+        except ServerFailedError as error:
+            bar.console.print(Text(error.tail), highlight=False)
+            raise
+
+
+def _model_folder(model: Path | None, cache_dir: Path, progress: Callable[[str, int, int], None]) -> Path:
+    if model is not None:
+        folder = user_path(model).absolute()
+        if not (folder / "config.json").is_file():
+            raise ConfigError("--model is no model folder", got=str(folder), expected="a folder with config.json")
+        return folder
+    from kvhoist.adapters.transformers.loading import quiet_transformers
+    from kvhoist.demo.packaged_model import packaged_model
+
+    quiet_transformers()
+    return packaged_model(cache_dir, progress)
+
+
+def _line(turn: VllmTurn) -> str:
+    return (
+        f"question {turn.number}: first token in {turn.ttft_seconds:.2f} s, "
+        f"{turn.ttft_recomputed_seconds:.2f} s recomputing"
+    )
+
+
+def _show(result: VllmDemoResult, *, as_json: bool) -> None:
+    table = Table(box=SIMPLE, padding=(0, 1), show_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
+    for turn in result.turns:
+        if turn.after_restart:
+            table.add_section()
+        table.add_row(*_cells(turn))
+    out = side_console() if as_json else console()
+    out.print(table)
+    out.print("The last row is a new server on the same folder, its host tier empty.")
+    out.print(
+        "identical: tokens and log probabilities equal to the bit to a server that kept the prefix on the device: "
+        f"{_word(result.identical)}."
+    )
+    out.print(f"Time to first token of turns 2 to {len(result.turns)}: at most {result.ttft_ratio:.2f} of recomputing.")
+    for turn in result.turns:
+        if turn.difference is not None:
+            out.print(f"question {turn.number} differs: {turn.difference}")
+
+
+def _cells(turn: VllmTurn) -> list[str]:
+    tokens = (turn.prompt_tokens, turn.cached_tokens, turn.device_tokens, turn.host_tokens, turn.disk_tokens)
+    return [
+        str(turn.number),
+        *(f"{number:,}" if number else "-" for number in tokens),
+        f"{turn.ttft_seconds:.2f} s",
+        f"{turn.ttft_recomputed_seconds:.2f} s",
+        f"{turn.ttft_ratio:.2f}",
+        _word(turn.identical),
+    ]
+
+
+def _word(same: bool) -> str:
+    return "yes" if same else "NO"
