@@ -23,6 +23,10 @@ class JobKind(StrEnum):
     DROP = "drop"  # remove keys from storage
 
 
+LEFT_OUT = -1
+"""In the place of a device block that a copy would write: leave that block alone."""
+
+
 class Shard(NamedTuple):
     """Which part of a page a rank holds: `rank` of `num_ranks`, or `(0, 0)` where all ranks hold the same bytes."""
 
@@ -61,8 +65,9 @@ class Job:
     """An order to every rank. Page `i` has key `keys[i]`, host page `host_pages[i]` and, where the device is an end,
     the device blocks `device_blocks[i * blocks_per_page : (i + 1) * blocks_per_page]`.
 
-    `host_pages` is empty for LOOKUP and DROP, `device_blocks` for all kinds but OFFLOAD and LOAD. `keys` are chain
-    hashes; with `namespace` and `group` they make page keys. Raises ConfigError when the counts do not fit.
+    `host_pages` is empty for LOOKUP and DROP, `device_blocks` for all kinds but OFFLOAD and LOAD. In a LOAD a block of
+    LEFT_OUT (-1) is not written, the rest of its page is; in an OFFLOAD every block is read. `keys` are chain hashes;
+    with `namespace` and `group` they make page keys. Raises ConfigError when the counts do not fit.
     """
 
     id: int

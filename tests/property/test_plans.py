@@ -62,7 +62,7 @@ def naive_copy(
     src: Layout, src_arrays: list[Any], src_ids: list[int], dst: Layout, dst_arrays: list[Any], dst_ids: list[int],
     layers: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """Copy pages one byte at a time."""
+    """Copy pages one byte at a time, none to a unit -1."""
     group = src.group
     src_each = group.blocks_per_page if src.unit is Unit.BLOCK else 1
     dst_each = group.blocks_per_page if dst.unit is Unit.BLOCK else 1
@@ -74,6 +74,8 @@ def naive_copy(
                 if layer not in layers:
                     continue
                 for row, byte in product(range(group.rows_per_page(component)), range(component.row_bytes)):
+                    if b[row // dst.components[index].num_rows] == -1:
+                        continue
                     from_buffer, from_offset = byte_place(src, index, i, a, row, byte)
                     to_buffer, to_offset = byte_place(dst, index, i, b, row, byte)
                     dst_arrays[to_buffer][to_offset] = src_arrays[from_buffer][from_offset]
@@ -196,6 +198,24 @@ def test_every_pair_of_layouts_is_byte_exact_both_ways_and_touches_nothing_else(
         assert all(np.array_equal(x, y) for x, y in zip(source.arrays, before, strict=True))
         each = src.group.blocks_per_page if src.unit is Unit.BLOCK else 1
         assert moved == len(src_ids) // each * src.group.page_bytes == len(src_ids) // each * plan.page_bytes
+
+
+@given(cases(), st.data())
+def test_destination_blocks_left_out_are_not_written_and_the_rest_of_their_pages_is(
+    case: Any, data: st.DataObject
+) -> None:
+    a, b, a_ids, b_ids, seed = case
+    for src, src_ids, dst, dst_ids in ((a, a_ids, b, b_ids), (b, b_ids, a, a_ids)):
+        may = dst.unit is Unit.BLOCK
+        left_out = data.draw(st.lists(st.booleans(), min_size=len(dst_ids), max_size=len(dst_ids)))
+        chosen = [-1 if may and out else unit for unit, out in zip(dst_ids, left_out, strict=True)]
+        source, target = Memory(src, seed), Memory(dst, seed + 1)
+        expected = expected_after(source, src_ids, target, chosen, src.group.layers)
+        plan = CopyPlan.make(src, dst)
+        moved = copy(plan, source.regions, src_ids, target.regions, chosen)
+        assert all(np.array_equal(x, y) for x, y in zip(target.arrays, expected, strict=True))
+        each = src.group.blocks_per_page if may else 1
+        assert moved == (len(chosen) - chosen.count(-1)) * src.group.page_bytes // each
 
 
 @given(cases(), st.data())

@@ -13,8 +13,8 @@ from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.device_layout import DeviceCache, read_device_layout
 from kvhoist.errors import ConfigError, LayoutError, PageIdError
-from kvhoist.geometry import CacheGeometry
-from kvhoist.layout import HostOrder, host_layout
+from kvhoist.geometry import CacheGeometry, CacheGroup
+from kvhoist.layout import HostOrder, Unit, host_layout
 from kvhoist.platform.base import regions_of
 from kvhoist.platform.cpu import CpuPlatform
 
@@ -120,6 +120,58 @@ def test_unusable_ids_are_refused_before_anything_is_written(
     with pytest.raises(error, match=text):
         bound.copy(np.array(blocks), np.array(pages))
     assert (host == 7).all()
+
+
+def bound_load(tensor: np.ndarray[Any, Any], group: CacheGroup = GROUP) -> tuple[BoundPlan, np.ndarray[Any, Any]]:
+    """Return a plan from host pages of random bytes to `tensor`, and those bytes."""
+    cache = read_device_layout(group, tensor, "layer block kv token head dim")
+    host = np.random.default_rng(3).integers(0, 256, 4 * group.page_pitch_bytes, dtype=np.uint8)
+    return BoundPlan(CopyPlan.make(host_layout(group, 4), cache.layout), regions_of([host]), cache.buffers), host
+
+
+@pytest.mark.parametrize(
+    ("pages", "blocks", "error", "text"),
+    [
+        ([0, 1], [0, -2, 1, 2], PageIdError, r"\[-2\].*ids from 0 to 7, or -1 for a block to be left out"),
+        ([0, -1], [0, 1, 2, 3], PageIdError, r"\[-1\].*ids from 0 to 3(?!, or)"),
+        ([0, 1], [5, -1, -1, 5], PageIdError, r"\[5\] more than once"),
+        ([0, 1], [-1, -1, -1], ConfigError, "same number of pages"),
+        ([0], np.array([0, (1 << 64) - 1], np.uint64), PageIdError, "outside"),
+    ],
+)
+def test_only_minus_one_and_only_for_a_destination_block_leaves_it_out(
+    pages: Any, blocks: Any, error: type[Exception], text: str
+) -> None:
+    tensor = np.full((4, 8, 2, 4, 2, 8), 7, np.uint16)
+    with pytest.raises(error, match=f"(?s){text}"):
+        bound_load(tensor)[0].copy(pages, blocks)
+    assert (tensor == 7).all()
+
+
+@pytest.mark.parametrize("unit", [Unit.PAGE, Unit.BLOCK])
+def test_a_destination_page_is_never_left_out(unit: Unit) -> None:
+    source = INTERLEAVED.layout if unit is Unit.BLOCK else HOST
+    ids = {Unit.PAGE: [0], Unit.BLOCK: [0, 1]}[unit]
+    with pytest.raises(PageIdError, match=r"\[-1\]"):
+        CopyPlan.make(source, HOST).check_ids(ids, [-1])
+
+
+@pytest.mark.parametrize("dim", [8, 2048])
+def test_blocks_left_out_are_not_written_by_gathers_and_by_single_steps(dim: int) -> None:
+    """Small steps are gathered, large ones copied one by one; to numpy the index -1 would be the last block."""
+    row_bytes = 2 * dim * 2
+    group = CacheGeometry.attention(4, k_row_bytes=row_bytes, v_row_bytes=row_bytes, page_tokens=8, blocks_per_page=2)
+    tensor = np.full((4, 8, 2, 4, 2, dim), 7, np.uint16)
+    bound, host = bound_load(tensor, group.groups[0])
+    gathered = {move.step_bytes < 8 << 10 for move in bound._moves}
+    assert gathered == {dim == 8}
+    assert bound.copy([2, 0, 1], [-1, 3, -1, -1, 6, -1]) == 2 * group.groups[0].page_bytes // 2
+    expected = np.full_like(tensor, 7)
+    pages = host.reshape(4, -1)[:, : group.groups[0].page_bytes].copy().view(np.uint16).reshape(4, 4, 2, 8, 2, dim)
+    expected[:, 3], expected[:, 6] = pages[2, :, :, 4:], pages[1, :, :, :4]
+    assert (tensor == expected).all()
+    assert bound.copy([2, 0], [-1] * 4) == bound.copy([], []) == 0
+    assert (tensor == expected).all()
 
 
 def test_a_source_may_be_read_twice_and_nothing_may_be_asked() -> None:

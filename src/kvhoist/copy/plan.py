@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from kvhoist.copy.nests import Nest, make_nests, steps_per_unit
 from kvhoist.errors import ConfigError, LayoutError, PageIdError
 from kvhoist.layout import Layout, Unit
+from kvhoist.messages import LEFT_OUT
 from kvhoist.platform.base import IdArray
 from kvhoist.units import format_bytes
 
@@ -34,6 +35,9 @@ class CopyPlan:
 
     `step` is what the nests move at once: a block where either side's ids name blocks (they need not be adjacent, so no
     run crosses one), else a page. Independent of ids, addresses and devices. `choice` is set by `with_choice`.
+
+    Ids come as int64 arrays, for every engine alike. Where the ids of `dst` name blocks, LEFT_OUT (-1) among them means
+    that this block is not written and the rest of its page is; anywhere else it is an error, as are other negative ids.
     """
 
     src: Layout
@@ -125,13 +129,14 @@ class CopyPlan:
         return steps_per_unit(self.src, self.step), steps_per_unit(self.dst, self.step)
 
     def check_ids(self, src_units: ArrayLike, dst_units: ArrayLike) -> tuple[IdArray, IdArray]:
-        """Return the ids as int64 arrays, once all of them are usable; nothing was written by then.
+        """Return the ids as int64 arrays, once all of them are usable; nothing was written by then. Destination blocks
+        that are LEFT_OUT stay in their places.
 
         Raises PageIdError for an id outside of its layout or a destination named twice, ConfigError for arrays that are
         not integers in one dimension or do not name the same number of pages.
         """
         src = _checked(src_units, self.src)
-        dst = _checked(dst_units, self.dst)
+        dst = _checked(dst_units, self.dst, may_leave_out=self.dst.unit is Unit.BLOCK)
         per_src, per_dst = self.steps_per_unit
         if len(src) * per_src != len(dst) * per_dst:
             raise ConfigError(
@@ -142,7 +147,7 @@ class CopyPlan:
             )
         if len(dst) > 1:
             ordered = np.sort(dst)
-            twice = ordered[1:][ordered[1:] == ordered[:-1]]
+            twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != LEFT_OUT)]
             if len(twice):
                 raise PageIdError(
                     f"a {self.dst.unit} of {self.dst.name!r} is the destination of two copies at once",
@@ -196,7 +201,7 @@ def _name(layout: Layout) -> str:
     return f"{layout.name} ({layout.num_units} {layout.unit}s)"
 
 
-def _checked(units: ArrayLike, layout: Layout) -> IdArray:
+def _checked(units: ArrayLike, layout: Layout, *, may_leave_out: bool = False) -> IdArray:
     ids = np.asarray(units)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ConfigError(
@@ -204,11 +209,12 @@ def _checked(units: ArrayLike, layout: Layout) -> IdArray:
             got=f"{ids.ndim} dimensions of {ids.dtype}",
             expected="one dimension of integers",
         )
-    outside = ids[(ids < 0) | (ids >= layout.num_units)]
+    outside = ids[(ids < (LEFT_OUT if may_leave_out else 0)) | (ids >= layout.num_units)]
     if outside.size:
         raise PageIdError(
             f"{layout.unit} ids outside of {layout.name!r}",
             got=f"{outside[:8].tolist()}",
-            expected=f"ids from 0 to {layout.num_units - 1}",
+            expected=f"ids from 0 to {layout.num_units - 1}"
+            + (f", or {LEFT_OUT} for a block to be left out" if may_leave_out else ""),
         )
     return ids.astype(np.int64, copy=False)

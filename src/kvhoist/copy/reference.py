@@ -13,6 +13,7 @@ from kvhoist.copy.nests import Axis, End, Nest
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.errors import LayoutError
 from kvhoist.layout import Layout
+from kvhoist.messages import LEFT_OUT
 from kvhoist.platform.base import MemoryRegion
 
 _GATHER_BELOW_BYTES = 8 << 10
@@ -69,7 +70,8 @@ class BoundPlan:
 
     def copy(self, src_units: ArrayLike, dst_units: ArrayLike) -> int:
         """Copy the units `src_units` to the units `dst_units` and return the bytes moved. Where the ids of
-        one side name pages and those of the other blocks, `blocks_per_page` ids stand for a page.
+        one side name pages and those of the other blocks, `blocks_per_page` ids stand for a page. A destination block
+        that is LEFT_OUT (-1) is not written, what would have gone there is not read, and its bytes are not counted.
 
         Blocks until the last byte; numpy releases the GIL in each copy. Raises as `CopyPlan.check_ids` does, before
         anything is written.
@@ -77,7 +79,10 @@ class BoundPlan:
         src, dst = self.plan.check_ids(src_units, dst_units)
         per_src, per_dst = self.plan.steps_per_unit
         src_index, dst_index = _index(src, per_src), _index(dst, per_dst)
-        num_steps = len(src) * per_src
+        kept = dst != LEFT_OUT  # only blocks can be left out, and one of them is one step
+        if not kept.all():
+            src_index, dst_index = tuple(ids[kept] for ids in src_index), tuple(ids[kept] for ids in dst_index)
+        num_steps = len(dst_index[0])
         for move in self._moves:
             if move.step_bytes < _GATHER_BELOW_BYTES:
                 self._gather(move, src_index, dst_index, num_steps)
