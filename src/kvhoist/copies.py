@@ -36,22 +36,24 @@ class Copies:
         self._load = [BoundPlan(step, host, device.buffers) for step in load.layer_groups(_MAX_LOAD_STEPS)]
         self._digests = PageDigests(device, arena) if debug_verify else None
 
-    def offload(self, job: Job) -> None:
-        """Copy the job's blocks to its host pages. Blocks until the last byte."""
-        self._offload.copy(_ids(job.device_blocks), _ids(job.host_pages))
+    def offload(self, job: Job) -> int:
+        """Copy the job's blocks to its host pages and return the bytes moved. Blocks until the last byte."""
+        num_bytes = self._offload.copy(_ids(job.device_blocks), _ids(job.host_pages))
         self.arrived(job.host_pages)
+        return num_bytes
 
-    def load(self, job: Job, arrive: Callable[[int], None]) -> tuple[int, ...]:
-        """Copy the job's host pages to its blocks, calling `arrive(number of layers in place)` as they come, and return
-        the indices of pages that `debug_verify` refuses (which only arrive as a whole then)."""
+    def load(self, job: Job, arrive: Callable[[int], None]) -> tuple[int, tuple[int, ...]]:
+        """Copy the job's host pages to its blocks (none to one that is LEFT_OUT), calling `arrive(number of layers in
+        place)` as they come. Return the bytes moved and the indices of pages that `debug_verify` refuses (which only
+        arrive as a whole then)."""
         pages, blocks = _ids(job.host_pages), _ids(job.device_blocks)
-        num_layers = 0
+        num_layers = num_bytes = 0
         for step in self._load:
-            step.copy(pages, blocks)
+            num_bytes += step.copy(pages, blocks)
             num_layers += len(step.plan.layers)
             if self._digests is None:
                 arrive(num_layers)
-        return self._digests.mismatches(job.host_pages, blocks) if self._digests else ()
+        return num_bytes, self._digests.mismatches(job.host_pages, blocks) if self._digests else ()
 
     def arrived(self, host_pages: Sequence[int]) -> None:
         """Take note of what host pages hold now."""

@@ -6,30 +6,40 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 
 from kvhoist.copies import Copies
 from kvhoist.device_layout import DeviceCache
+from kvhoist.early_persist import EarlyPersist
 from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.geometry import CacheGroup
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import WHOLE, Completion, Job, JobKind, Shard, StorageKey
 from kvhoist.platform.base import Event, Platform
 from kvhoist.storage.io import StorageIO
-from kvhoist.storage.outcomes import PageOutcomes
+from kvhoist.storage.outcomes import CANCELLED, PageOutcomes
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger(__name__)
+
+_WRITES_TO_STORAGE = (JobKind.PERSIST, JobKind.DROP)
 
 
 class Mover:
     """Moves pages for one cache group of one rank. Thread-safe.
 
     Loads and offloads run on a thread each, storage jobs on `io`'s threads; all of them sleep while there is nothing to
-    do. `on_complete` is called once a job, in the thread that finished it and before the transfer is done, so that
-    whoever waits for the transfer sees the books up to date; it must not block on another transfer. `shard` names this
-    rank's part of a page in storage.
+    do. `on_complete` is called once a job, in the thread that finished it (it may be one that submits or cancels) and
+    before the transfer is done, so that whoever waits for the transfer sees the books up to date; it must not block on
+    another transfer. `shard` names this rank's part of a page in storage; without `persists` (another rank holds the
+    same part and writes it) PERSIST and DROP jobs are answered as done and nothing is written.
+
+    With `early_persist`, and storage, a page is handed to storage as soon as it is offloaded, and that answers the
+    PERSIST job that comes later. A job that fills a host page which such an early write still reads cancels the write,
+    or waits for it: in the offload thread, never in `submit`.
 
     With `debug_verify` each page is hashed when it reaches the host tier; after a load it is read back from the device
     and compared, and a page that differs is a failed page (`num_mismatches` counts them).
@@ -48,12 +58,16 @@ class Mover:
         shard: Shard = WHOLE,
         io_backend: str = "auto",
         debug_verify: bool = False,
+        persists: bool = True,
+        early_persist: bool = False,
     ) -> None:
         self.rank = rank
         self._group = group
         self._arena = arena
         self._io = io
         self._shard = shard
+        self._persists = persists
+        self._early = EarlyPersist(io, arena, shard) if early_persist and persists and io is not None else None
         self._on_complete = on_complete
         self._copies: Copies | None = Copies(device, arena, platform, io_backend, debug_verify=debug_verify)
         self.plans = self._copies.plans
@@ -63,7 +77,7 @@ class Mover:
         self._open: dict[int, Transfer] = {}
         self._begun: set[int] = set()
         self._cancelled: set[int] = set()
-        self._futures: dict[int, Future[PageOutcomes]] = {}
+        self._cancels: dict[int, Callable[[], bool]] = {}
         self._idle = threading.Condition(self._lock)
         self._queues: dict[JobKind, SimpleQueue[tuple[Transfer, Event | None] | None]] = {
             JobKind.LOAD: SimpleQueue(),
@@ -93,17 +107,22 @@ class Mover:
         Raises ClosedError after close, ConfigError for a storage job without storage.
         """
         transfer = Transfer(job, self._group.layers if job.kind is JobKind.LOAD else ())
+        nothing_to_do = job.kind in _WRITES_TO_STORAGE and not self._persists
         with self._lock:
             if self._closed:
                 raise ClosedError("this mover is closed", got=f"a {job.kind} job")
-            if job.kind not in self._queues and self._io is None:
+            if job.kind not in self._queues and self._io is None and not nothing_to_do:
                 raise ConfigError(f"a {job.kind} job needs a store", remedy="Attach one when the cache is built.")
             self._open[job.id] = transfer
-        if job.kind in self._queues:
-            self._queues[job.kind].put((transfer, after))
+        if nothing_to_do:
+            self._answer(transfer, Completion(job.id, self.rank))
             return transfer
         try:
-            self._submit_io(transfer)
+            queue = self._queue_of(job)
+            if queue is not None:
+                queue.put((transfer, after))
+            else:
+                self._submit_io(transfer)
         except BaseException:  # it was not taken: nobody will answer it
             self._forget(job.id)
             raise
@@ -112,24 +131,28 @@ class Mover:
     def cancel(self, job_id: int) -> bool:
         """Cancel a job that has not begun: it is answered with all pages failed. False where it is too late."""
         with self._lock:
-            future = self._futures.get(job_id)
+            cancel = self._cancels.get(job_id)
             if job_id not in self._open or job_id in self._begun:
                 return False
-            if future is None:
+            if cancel is None:
                 self._cancelled.add(job_id)
                 return True
-        return self._io is not None and self._io.cancel(future)
+        return cancel()
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
-        """Block until every job is answered; False when `timeout_s` passed first."""
+        """Block until every job is answered and every early write has ended; False when `timeout_s` passed first."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._idle:
-            return self._idle.wait_for(lambda: not self._open, timeout_s)
+            if not self._idle.wait_for(lambda: not self._open, timeout_s):
+                return False
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return self._early is None or self._early.wait_idle(left)
 
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
         """Stop taking jobs, finish what is queued (or cancel it, without `drain`) and end the threads.
 
-        Returns whether every job was answered within `timeout_s`. Idempotent. Arena, device and store
-        stay open; no view of the arena is kept.
+        Returns whether every job was answered and every early write ended within `timeout_s`; of early writes, what has
+        not begun by then is cancelled. Idempotent. Arena, device and store stay open; no view of the arena is kept.
         """
         with self._lock:
             self._closed = True
@@ -137,74 +160,113 @@ class Mover:
         if not drain:
             for job_id in open_ids:
                 self.cancel(job_id)
-        answered = self.wait_idle(timeout_s)
+            self._stop_early()
+        ended = self.wait_idle(timeout_s)
+        self._stop_early()
         for queue in self._queues.values():
             queue.put(None)
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
-            thread.join(timeout_s if answered else 0.1)
+            thread.join(timeout_s if ended else 0.1)
         if not any(thread.is_alive() for thread in others):
             self._copies = None
-        return answered
+        return ended
+
+    def _queue_of(self, job: Job) -> SimpleQueue[tuple[Transfer, Event | None] | None] | None:
+        """Return the queue of the thread that must take the job, None where storage can take it now."""
+        if job.kind in self._queues:
+            return self._queues[job.kind]
+        if self._early is not None and self._early.make_way(job):
+            return self._queues[JobKind.OFFLOAD]
+        return None
 
     def _work(self, queue: SimpleQueue[tuple[Transfer, Event | None] | None]) -> None:
         while (work := queue.get()) is not None:
             transfer, after = work
+            job = transfer.job
             started = time.monotonic()
             try:
-                failed, error = self._copy(transfer, after)
+                if job.kind not in self._queues:
+                    self._submit_late(transfer)
+                    continue
+                num_bytes, failed, error = self._copy(transfer, after)
             except BaseException as problem:  # a rank must answer whatever happened, or its peers' pages hang
-                _log.exception("job %d (%s) failed", transfer.job.id, transfer.job.kind)
-                failed, error = tuple(range(transfer.job.num_pages)), f"{type(problem).__name__}: {problem}"
-            moved = (transfer.job.num_pages - len(failed)) * self._group.page_bytes
-            seconds = time.monotonic() - started
-            self._answer(transfer, Completion(transfer.job.id, self.rank, failed, error, moved, seconds))
+                _log.exception("job %d (%s) failed", job.id, job.kind)
+                num_bytes, failed, error = 0, tuple(range(job.num_pages)), f"{type(problem).__name__}: {problem}"
+            self._answer(transfer, Completion(job.id, self.rank, failed, error, num_bytes, time.monotonic() - started))
 
-    def _copy(self, transfer: Transfer, after: Event | None) -> tuple[tuple[int, ...], str | None]:
+    def _copy(self, transfer: Transfer, after: Event | None) -> tuple[int, tuple[int, ...], str | None]:
         job = transfer.job
         with self._lock:
             cancelled = job.id in self._cancelled
             self._begun.add(job.id)
         if cancelled:
-            return tuple(range(job.num_pages)), "cancelled before it began"
+            return 0, tuple(range(job.num_pages)), CANCELLED
         if after is not None:
             after.wait()
         copies = self._copies
         assert copies is not None, "threads end before the copies are given up"
         if job.kind is JobKind.OFFLOAD:
-            copies.offload(job)
-            return (), None
-        wrong = copies.load(job, transfer.arrive)
+            self._await_early(job)
+            num_bytes = copies.offload(job)
+            if self._early is not None:
+                self._early.begin(job)
+            return num_bytes, (), None
+        num_bytes, wrong = copies.load(job, transfer.arrive)
         self._num_mismatches += len(wrong)
-        return wrong, "debug_verify: the device does not hold what was offloaded" if wrong else None
+        return num_bytes, wrong, "debug_verify: the device does not hold what was offloaded" if wrong else None
+
+    def _submit_late(self, transfer: Transfer) -> None:
+        """Hand a job to storage once early writes are out of its way."""
+        job = transfer.job
+        self._await_early(job)
+        with self._lock:
+            cancelled = job.id in self._cancelled
+        if cancelled:
+            self._answer(transfer, Completion(job.id, self.rank, tuple(range(job.num_pages)), CANCELLED))
+        else:
+            self._submit_io(transfer)
+
+    def _await_early(self, job: Job) -> None:
+        if self._early is not None and (running := self._early.make_way(job)):
+            futures.wait(running)
+
+    def _stop_early(self) -> None:
+        if self._early is not None:
+            self._early.stop()
 
     def _submit_io(self, transfer: Transfer) -> None:
         assert self._io is not None
         job = transfer.job
         keys = [StorageKey(job.page_key(i), self._shard) for i in range(job.num_pages)]
-        blobs = [self._arena.page(page) for page in job.host_pages]
-        if job.kind is JobKind.PERSIST:
-            future = self._io.persist(keys, blobs)
-        elif job.kind is JobKind.PREFETCH:
-            future = self._io.prefetch(keys, blobs)
-        elif job.kind is JobKind.LOOKUP:
-            future = self._io.lookup(keys)
+        if job.kind is JobKind.PERSIST and self._early is not None:
+            future, cancel = self._early.persist(job, keys)
         else:
-            future = self._io.drop(keys)
+            future = self._start_io(job, keys)
+            cancel = partial(self._io.cancel, future)
         with self._lock:
             if job.id in self._open:
-                self._futures[job.id] = future
+                self._cancels[job.id] = cancel
             cancelled = job.id in self._cancelled
         if cancelled:
-            self._io.cancel(future)
+            cancel()
         future.add_done_callback(lambda done: self._answer_io(transfer, done))
+
+    def _start_io(self, job: Job, keys: list[StorageKey]) -> Future[PageOutcomes]:
+        assert self._io is not None
+        blobs = [self._arena.page(page) for page in job.host_pages]
+        if job.kind is JobKind.PERSIST:
+            return self._io.persist(keys, blobs)
+        if job.kind is JobKind.PREFETCH:
+            return self._io.prefetch(keys, blobs)
+        return self._io.lookup(keys) if job.kind is JobKind.LOOKUP else self._io.drop(keys)
 
     def _answer_io(self, transfer: Transfer, future: Future[PageOutcomes]) -> None:
         job = transfer.job
         everything = tuple(range(job.num_pages))
         try:
             if future.cancelled():
-                answer = Completion(job.id, self.rank, everything, "cancelled before it began")
+                answer = Completion(job.id, self.rank, everything, CANCELLED)
             else:
                 done = future.result()
                 answer = Completion(job.id, self.rank, done.failed_pages, done.error, done.bytes, done.seconds)
@@ -228,7 +290,7 @@ class Mover:
     def _forget(self, job_id: int) -> None:
         with self._idle:
             self._open.pop(job_id, None)
-            self._futures.pop(job_id, None)
+            self._cancels.pop(job_id, None)
             self._begun.discard(job_id)
             self._cancelled.discard(job_id)
             self._idle.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -10,27 +11,29 @@ from xxhash import xxh3_128_digest
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.device_layout import DeviceCache
-from kvhoist.layout import HostOrder, host_layout
+from kvhoist.layout import HostOrder, Layout, Unit, host_layout
 from kvhoist.memory.arena import HostArena
+from kvhoist.messages import LEFT_OUT
 from kvhoist.platform.base import IdArray, region_of
 
 
 class PageDigests:
     """One digest a host page, taken when its bytes arrive; compared with what the device holds after a load.
 
-    Reads the device back into a scratch page. `remember` and `mismatches` may run in different threads, for different
-    pages: a page in flight belongs to one job. `mismatches` is for one thread at a time.
+    Reads the device back into a scratch page, block by block. `remember` and `mismatches` may run in different threads,
+    for different pages: a page in flight belongs to one job. `mismatches` is for one thread at a time.
     """
 
     def __init__(self, device: DeviceCache, arena: HostArena) -> None:
         group = device.layout.group
         scratch = np.zeros(group.page_pitch_bytes, dtype=np.uint8)
-        plan = CopyPlan.make(device.layout, host_layout(group, 1, HostOrder(arena.layout.name)))
+        one_page = _as_blocks(host_layout(group, 1, HostOrder(arena.layout.name)))
         self._arena = arena
         self._digests: dict[int, bytes] = {}
-        self._blocks_per_page = group.blocks_per_page
+        self._ids_per_page = group.blocks_per_page if device.layout.unit is Unit.BLOCK else 1
+        self._places = np.arange(group.blocks_per_page).reshape(self._ids_per_page, -1)
         self._blob = scratch.data[: group.page_bytes]
-        self._read_back = BoundPlan(plan, device.buffers, (region_of(scratch),))
+        self._read_back = BoundPlan(CopyPlan.make(device.layout, one_page), device.buffers, (region_of(scratch),))
 
     def remember(self, host_pages: Sequence[int]) -> None:
         """Take the digests of pages whose bytes have just arrived in the arena."""
@@ -38,12 +41,29 @@ class PageDigests:
             self._digests[page] = xxh3_128_digest(self._arena.page(page))
 
     def mismatches(self, host_pages: Sequence[int], device_blocks: IdArray) -> tuple[int, ...]:
-        """Return the indices of pages whose device copy has another digest than was remembered, or none was."""
+        """Return the indices of pages whose device copy has another digest than was remembered, or none was. Where a
+        block was left out of the load, the host page's own bytes stand for it."""
         wrong = []
-        scratch_page = np.zeros(1, dtype=np.int64)
         for i, page in enumerate(host_pages):
-            blocks = device_blocks[i * self._blocks_per_page : (i + 1) * self._blocks_per_page]
-            self._read_back.copy(blocks, scratch_page)
+            blocks = device_blocks[i * self._ids_per_page : (i + 1) * self._ids_per_page]
+            written = blocks != LEFT_OUT
+            if not written.all():
+                self._blob[:] = self._arena.page(page)
+            self._read_back.copy(blocks[written], self._places[written].ravel())
             if xxh3_128_digest(self._blob) != self._digests.get(page):
                 wrong.append(i)
         return tuple(wrong)
+
+
+def _as_blocks(pages: Layout) -> Layout:
+    """Return the layout of one host page, seen as the blocks that it holds."""
+    group = pages.group
+    components = tuple(
+        replace(
+            placed,
+            unit_stride_bytes=group.rows_per_block(component) * placed.row_stride_bytes,
+            num_rows=group.rows_per_block(component),
+        )
+        for component, placed in zip(group.components, pages.components, strict=True)
+    )
+    return replace(pages, unit=Unit.BLOCK, num_units=group.blocks_per_page, components=components)
