@@ -80,6 +80,16 @@ def test_two_caches_of_one_layer_under_one_name_are_two_components() -> None:
     check([Spec(PAGES, ORDER, layers=twice)], {"block": twice[:1], "block.2": twice[1:]})
 
 
+def test_of_as_many_layers_the_larger_blocks_are_the_models_own() -> None:
+    """Whatever the names: DeepSeek's latent is called mla_attn in some releases, its indexer stays k_cache."""
+    latents = names(0, 1, stem="model.layers.{}.self_attn.mla_attn")
+    indexers = names(0, 1, stem="model.layers.{}.self_attn.indexer.k_cache")
+    check(
+        [Spec(PAGES, ORDER, layers=indexers), Spec(WIDE, ORDER, layers=latents)],
+        {"block": latents, "block.indexer.k_cache": indexers},
+    )
+
+
 def test_planes_and_blocks_in_one_group() -> None:
     planes = {"kv": 2, "block": BLOCKS, "token": TOKENS, "head": 2, "dim": 8}
     check(
@@ -92,9 +102,15 @@ def test_planes_and_blocks_in_one_group() -> None:
     )
 
 
+def test_k_and_v_of_a_cache_of_one_block_are_planes_too() -> None:
+    planes = {"kv": 2, "block": 1, "token": TOKENS, "head": 2, "dim": 8}
+    caches = read(Memory([Spec(planes, "layer kv block token head dim", layers=TARGET)], 1), block_tokens=TOKENS)
+    assert [component.name for component in caches.group.components] == ["k", "v"]
+
+
 def test_neither_the_order_of_the_layers_nor_the_run_changes_what_is_read() -> None:
     specs = [
-        Spec(PAGES, ORDER, layers=names(*range(6))),
+        Spec(PAGES, ORDER, layers=names(*range(6), 10)),
         Spec(WIDE, ORDER, layers=names(7, 9, 8)),
         Spec(PAGES, ORDER, "uint8", names(0, 3, stem="model.layers.{}.self_attn.indexer.k_cache")),
     ]
@@ -103,7 +119,7 @@ def test_neither_the_order_of_the_layers_nor_the_run_changes_what_is_read() -> N
         mixed = [replace(spec, layers=random.Random(seed).sample(spec.layers, len(spec.layers))) for spec in specs]
         again = read(Memory(random.Random(seed).sample(mixed, 3), seed), block_tokens=TOKENS)
         assert (again.group, again.block_order, again.layer_of) == (first.group, first.block_order, first.layer_of)
-    assert [c.layers for c in first.group.components] == [tuple(range(6)), (7, 8, 9), (0, 3)]
+    assert [c.layers for c in first.group.components] == [(*range(6), 10), (7, 8, 9), (0, 3)]
 
 
 def test_layers_that_share_a_tensor_are_one_and_wait_for_its_owner() -> None:
@@ -172,6 +188,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "too few blocks": (zeros(BLOCKS - 1, 4), {}, GeometryError, "another number of blocks"),
     "blocks that are no multiple": (zeros(BLOCKS + 1, 4), {}, GeometryError, "got 6 along axis 0 .*; expected 5, or"),
     "kernel blocks that cut a token": (zeros(3 * BLOCKS, 4), {}, GeometryError, "another number of blocks"),
+    "the same bytes for all tokens": (expanded(zeros(BLOCKS, 1), 1), {}, LayoutError, "lie in no regular order"),
     "two gaps": (zeros(BLOCKS, 4, 4, 4)[:, :3, :3, :3], {}, LayoutError, "lie in no regular order"),
     "the same bytes for several heads": (expanded(zeros(BLOCKS, 1, 4), 1), {}, LayoutError, "lie in no regular order"),
     "an index that vLLM cannot tell": (

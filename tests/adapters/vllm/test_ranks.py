@@ -97,6 +97,7 @@ def test_a_draft_model_whose_heads_are_cut_makes_its_group_cut() -> None:
     assert tp_replicas(8, [MLA, 8]) == 1
     assert tp_replicas(8, [2, 4]) == 2
     assert tp_replicas(4, [1, MLA]) == 4
+    assert tp_replicas(6, [2, 3]) == 1
 
 
 @pytest.mark.parametrize(("dcp", "pcp", "name"), [(2, 1, "decode"), (1, 2, "prefill"), (4, 4, "decode")])
