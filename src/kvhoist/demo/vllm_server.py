@@ -27,7 +27,7 @@ MODEL_NAME = "demo"
 _TAIL_LINES = 25
 _ENOUGH_BYTES = str(1 << 30)
 """Said to be there for blocks, so that vLLM does not measure the machine; how many are made the blocks' number says."""
-_ERROR = re.compile(r"kvhoist cannot start: .*|\b[\w.]+(?:Error|Exception): .*")
+_ERROR = re.compile(r"kvhoist cannot start: .*|(?:^|(?<=\] ))[\w.]+(?:Error|Exception): .*")
 _READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.1
