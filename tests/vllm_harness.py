@@ -1,37 +1,32 @@
 """vLLM's real EngineCore, scheduler and connector hooks over simulated ranks: hundreds of requests in seconds.
 
-`SimEngine` is one engine. Nothing of vLLM is replaced but the workers: requests enter through `EngineCore`, steps are
-its `step` or `step_with_batch_queue`, and the handshake, aborts and resets are its own. Outputs are compared with
-`vllm_harness_model.generate`, and every slot that attention reads with what must be in it.
+`SimEngine` is one engine. Nothing of vLLM is replaced but the workers (and its garbage collections at start and end):
+requests enter through `EngineCore`, steps are its `step` or `step_with_batch_queue`, and the handshake, aborts and
+resets are its own. Outputs are compared with `vllm_harness_model.generate`, and every slot that attention reads with
+what must be in it.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from vllm.config import (
-    CacheConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.core import EngineCore
-
+from vllm.v1.engine import core as engine_core
+from vllm_harness_batch import Setup
+from vllm_harness_config import engine_config
 from vllm_harness_executor import SimExecutor
 from vllm_harness_kv import LAYOUTS
-from vllm_harness_model import MAX_MODEL_LEN, generate
-from vllm_harness_worker import Setup
+from vllm_harness_model import generate, prompt_of
+
+__all__ = ["KVHOIST", "LAYOUTS", "SimEngine", "Told", "generate", "prompt_of"]
 
 KVHOIST = {"kv_connector": "KvhoistConnector", "kv_connector_module_path": "kvhoist.adapters.vllm"}
 
@@ -54,42 +49,14 @@ class Told:
         return self.finish_reason is not None or self.aborted
 
 
-@functools.lru_cache(maxsize=8)
-def _base_config(model: Path, num_spec: int) -> VllmConfig:
-    """A config is slow to build and quick to copy."""
-    model_config = ModelConfig(
-        model=str(model),
-        tokenizer=str(model),
-        skip_tokenizer_init=True,
-        dtype="float16",
-        seed=0,
-        max_model_len=MAX_MODEL_LEN,
-        enforce_eager=True,
-    )
-    parallel = ParallelConfig(distributed_executor_backend="mp")
-    speculative = None
-    if num_spec:
-        speculative = SpeculativeConfig(
-            method="ngram",
-            num_speculative_tokens=num_spec,
-            prompt_lookup_max=3,
-            prompt_lookup_min=1,
-            target_model_config=model_config,
-            target_parallel_config=parallel,
-        )
-    return VllmConfig(
-        model_config=model_config,
-        cache_config=CacheConfig(block_size=4, enable_prefix_caching=True),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
-            max_num_batched_tokens=64,
-            max_model_len=MAX_MODEL_LEN,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-        ),
-        parallel_config=parallel,
-        speculative_config=speculative,
-    )
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Leave out the collections (0.3 s each) and the freezing of the heap with which EngineCore starts and ends."""
+    with contextlib.ExitStack() as stack:
+        for name in ("freeze_gc_heap", "cleanup_dist_env_and_memory"):
+            if name in vars(engine_core):
+                stack.enter_context(mock.patch.object(engine_core, name))
+        yield
 
 
 class SimEngine:
@@ -119,32 +86,30 @@ class SimEngine:
         prefix_caching: bool = True,
         policy: str = "fcfs",
     ) -> None:
-        config = copy.deepcopy(_base_config(model, num_spec))
-        self.setup = Setup(layout, tp=tp, pp=pp, num_blocks=blocks, late=late, v2=v2)
-        config.cache_config.block_size = block_tokens
-        config.cache_config.num_gpu_blocks_override = blocks
-        config.cache_config.enable_prefix_caching = prefix_caching
-        longest = min(MAX_MODEL_LEN, (blocks - 1) * block_tokens)  # one block is vLLM's null block
-        config.model_config.max_model_len = config.scheduler_config.max_model_len = longest
-        scheduling = config.scheduler_config
-        scheduling.max_num_batched_tokens, scheduling.max_num_seqs = max_batched, max_seqs
-        scheduling.async_scheduling, scheduling.policy = async_scheduling, policy
-        scheduling.disable_hybrid_kv_cache_manager = False
-        parallel = config.parallel_config
-        parallel.tensor_parallel_size, parallel.pipeline_parallel_size = tp, pp
-        parallel.world_size = tp * pp
+        self.setup = Setup(layout, tp=tp, pp=pp, late=late, v2=v2)
+        config = engine_config(
+            model,
+            self.setup,
+            blocks=blocks,
+            block_tokens=block_tokens,
+            async_scheduling=async_scheduling,
+            num_spec=num_spec,
+            max_batched=max_batched,
+            max_seqs=max_seqs,
+            prefix_caching=prefix_caching,
+            policy=policy,
+        )
         if extra is not None:
             config.kv_transfer_config = KVTransferConfig(
                 kv_role="kv_both", kv_connector_extra_config=extra, **(connector or KVHOIST)
             )
-        if v2:
-            config.__class__ = _second_runner_config()
         executor = type("Executor", (SimExecutor,), {"setup": self.setup})
-        self.core = EngineCore(config, executor, log_stats=True)
+        with _no_collections():
+            self.core = engine_core.EngineCore(config, executor, log_stats=True)
         self.told: dict[str, Told] = {}
         self.num_blocks: int = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         self._next_id = 0
-        self._closed = False
+        self.is_closed = False
 
     @property
     def scheduler(self) -> Any:
@@ -264,9 +229,10 @@ class SimEngine:
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.num_blocks - 1
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.core.shutdown()
+        if not self.is_closed:
+            self.is_closed = True
+            with _no_collections():
+                self.core.shutdown()
 
     def __enter__(self) -> SimEngine:
         return self
@@ -286,7 +252,3 @@ class SimEngine:
         if output.prefill_stats is not None and told.num_local is None:
             told.num_local = output.prefill_stats.num_local_cached_tokens
             told.num_external = output.prefill_stats.num_external_cached_tokens
-
-
-def _second_runner_config() -> type[VllmConfig]:
-    return type("SecondRunnerConfig", (VllmConfig,), {"use_v2_model_runner": property(lambda self: True)})

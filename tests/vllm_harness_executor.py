@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import ModelRunnerOutput
-
-from vllm_harness_worker import Setup, SimWorker, Wrong
+from vllm_harness_batch import Setup, Wrong
+from vllm_harness_worker import SimWorker
 
 
 class KvMismatch(AssertionError):
@@ -149,15 +149,15 @@ class SimExecutor(Executor):
         found = output.kv_connector_output
         self._invalid.append(set(found.invalid_block_ids) if found is not None else set())
         excused = set().union(*self._invalid)
-        wrong = [one for worker in self.workers for one in worker.wrong if one.block not in excused]
+        wrong = [one for worker in self.workers for one in worker.batch.wrong if one.block not in excused]
         for worker in self.workers:
-            worker.wrong.clear()
+            worker.batch.wrong.clear()
         if wrong:
             raise KvMismatch("\n".join(self._told(one) for one in wrong[:12]))
         return output
 
     def _told(self, wrong: Wrong) -> str:
-        history = "; ".join(self.workers[wrong.rank].block_history.get(wrong.block, ()))
+        history = "; ".join(self.workers[wrong.rank].batch.block_history.get(wrong.block, ()))
         return (
             f"step {self.setup.num_steps}, rank {wrong.rank}, {wrong.layer}: {wrong.request_id} read at position "
             f"{wrong.position}, block {wrong.block}: {wrong.text}. Block's history: {history}"
@@ -173,5 +173,3 @@ class _Pickled(bytes):
         self = super().__new__(cls, pickle.dumps(scheduler_output))
         self.total_num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
         return self
-
-

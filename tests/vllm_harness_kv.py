@@ -9,7 +9,6 @@ import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionBackend
-
 from vllm_harness_model import HEAD_DIM, NUM_HEADS, Words
 
 try:
@@ -105,8 +104,10 @@ def make_specs(vllm_config: Any, layout: str, tp: int, tp_group: Any, pp_group: 
     first = per_stage * pp_group.rank_in_group
     block_tokens = vllm_config.cache_config.block_size
     if layout == "MLA":
+        known = kv_cache_interface.MLAAttentionSpec.__dataclass_fields__
+        replicated = {"max_tp_shards": 1} if "max_tp_shards" in known else {}
         spec = kv_cache_interface.MLAAttentionSpec(
-            block_size=block_tokens, num_kv_heads=1, head_size=LATENT_DIM, dtype=DTYPE
+            block_size=block_tokens, num_kv_heads=1, head_size=LATENT_DIM, dtype=DTYPE, **replicated
         )
     else:
         heads = max(1, NUM_HEADS // tp)

@@ -71,6 +71,16 @@ def generate(prompt: list[int], num_tokens: int, salt: str = "") -> list[int]:
     return context.tokens[len(prompt) :]
 
 
+def prompt_of(name: str, num_tokens: int) -> list[int]:
+    """Make up a prompt. Prompts of one name are prefixes of each other."""
+    state = first_state(name)
+    tokens = []
+    for _ in range(num_tokens):
+        state = _mix(state + _GOLDEN & _MASK)
+        tokens.append(state % VOCAB)
+    return tokens
+
+
 class Context:
     """Tokens of one request and the model's state after each of them."""
 
