@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 
@@ -68,6 +69,17 @@ def held_back_blocks(vllm_config: Any) -> int:
     return int(drops())
 
 
+def kv_heads(model_config: Any) -> list[int | None]:
+    """Return the KV heads of a model over all ranks, one entry where all layers have as many; None for MLA's latent."""
+    if model_config.use_mla:
+        return [None]
+    arch = model_config.model_arch_config
+    overrides = getattr(arch, "per_layer_overrides", None)
+    if not overrides:
+        return [model_config.get_total_num_kv_heads()]
+    return [arch[i].total_num_kv_heads for i in range(len(overrides))]
+
+
 def kv_replicas(kv_cache_config: Any) -> int | None:
     """Return how many consecutive tensor-parallel ranks hold the same KV, where vLLM says so."""
     return getattr(kv_cache_config, "kv_tp_replicas", None)
@@ -82,9 +94,21 @@ def attention_layer(vllm_config: Any, layer_name: str) -> Any:
     return vllm_config.compilation_config.static_forward_context[layer_name]
 
 
-def backend_name(vllm_config: Any, layer_name: str) -> str:
-    """Return the name of the attention backend that owns a layer's cache."""
-    return str(attention_layer(vllm_config, layer_name).get_attn_backend().get_name())
+def backend_name(vllm_config: Any, layer_name: str, spec: Any) -> str:
+    """Return the name of the attention backend that owns a layer's cache, and of the variant that orders its blocks
+    where shape and strides do not show it: the CPU's instruction set, ROCm's shuffled layouts."""
+    layer = attention_layer(vllm_config, layer_name)
+    name = str(layer.get_attn_backend().get_name())
+    if name == "CPU_ATTN":
+        isa = getattr(layer, "isa", None)
+        if isa is None:
+            from vllm.v1.attention.backends import cpu_attn
+
+            isa = cpu_attn._get_attn_isa(spec.dtype, spec.block_size, spec.head_size)
+        return f"{name} {isa}"
+    if envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT or getattr(layer, "uses_shuffled_layout", False):
+        return f"{name} shuffled"
+    return name
 
 
 def block_dim(vllm_config: Any, layer_name: str, spec: Any) -> int:

@@ -52,7 +52,7 @@ def engine_namespace(
         lora="in the block hash",
         tenant=tenant,
         tenant_secret=Settings.from_env().store_secret,
-        block_order=reports[0].block_order,
+        block_order=" | ".join(dict.fromkeys(report.block_order for report in reports)),
         parallel=ParallelLayout(tensor=parallel.tensor_parallel_size, pipeline=parallel.pipeline_parallel_size),
         compute=compute,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvhoist.adapters.vllm.counts import SchedulerCounts
 from kvhoist.adapters.vllm.fences import Fences
+from kvhoist.adapters.vllm.loads import Loads
 from kvhoist.adapters.vllm.metadata import ConnectorMetadata, LoadOrder, WorkerMetadata
 from kvhoist.adapters.vllm.prefixes import Prefixes, Waits
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
@@ -58,8 +59,7 @@ class SchedulerSide:
         self._begun: dict[str, RequestState] = {}
         self._fences = Fences()
         self._given: list[int] = []
-        self._orders: dict[int, LoadOrder] = {}
-        self._loading: dict[bytes, int] = {}
+        self._open_loads = Loads()
         self._resets = 0
         self._namespace = namespace
         self._space = plane.space(namespace)
@@ -79,7 +79,7 @@ class SchedulerSide:
         if not self._loads or request.skip_reading_prefix_cache:
             return 0, False
         found = self._prefixes.find(self._space, state, num_computed_tokens)
-        if found and state.keys[found.start // self._shape.blocks_per_page] in self._loading:
+        if found and self._open_loads.brings(state.keys[found.start // self._shape.blocks_per_page]):
             found = None  # another request brings it: its blocks will be a local hit
         if found is None:
             return None, False
@@ -104,9 +104,7 @@ class SchedulerSide:
         assert job is not None, "a range of pages that were found ready is not empty"
         state.stop()
         state.load_job = job.id
-        self._orders[job.id] = LoadOrder(job, request.request_id, self._sync)
-        if not self._sync:  # a synchronous load is over before another request could look
-            self._loading.update(dict.fromkeys(job.keys, job.id))
+        self._open_loads.open(LoadOrder(job, request.request_id, self._sync))
         self._given += ids[start:stop]
         self.plane.directory.touch(self.plane.directory.match(self._space, state.keys[:last]))
         self.counts.hit(state, wanted, self._shape)
@@ -132,7 +130,7 @@ class SchedulerSide:
         others = []
         for job in jobs:
             if job.kind is JobKind.LOAD:
-                loads.append(self._orders[job.id])
+                loads.append(self._open_loads.order(job.id))
                 continue
             others.append(job)
             if job.kind is JobKind.OFFLOAD:
@@ -181,7 +179,7 @@ class SchedulerSide:
         for state in self._states.values():
             state.offers = not state.running and state.load_job is None
             state.waits_for, state.asked_storage, state.prefetched = None, False, range(0)
-        return not self._orders
+        return not self._open_loads
 
     def close(self) -> None:
         """Check the books and forget the requests. Logs what does not add up."""
@@ -285,10 +283,7 @@ class SchedulerSide:
             self.counts.failed([job.keys[i] for i in finished.failed_pages])
         if job.kind is not JobKind.LOAD:
             return
-        order = self._orders.pop(job.id)
-        for key in job.keys:
-            if self._loading.get(key) == job.id:
-                del self._loading[key]
+        order = self._open_loads.close(job.id)
         state = self._states.get(order.request_id)
         if state is not None and state.load_job == job.id:
             state.load_job = None

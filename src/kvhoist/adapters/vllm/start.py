@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -26,6 +27,21 @@ from kvhoist.control.tiers import Tier
 from kvhoist.errors import ConfigError, UnsupportedGeometryError
 
 _SERVED_SPECS = (FullAttentionSpec, MLAAttentionSpec)
+
+_TWO_ATTENTIONS = ("longcat_flash",)
+"""Model types with two attention modules a layer, whose names have two numbers."""
+
+_COMPARED = {
+    "num_ranks": "all",
+    "page_tokens": "all",
+    "blocks_per_page": "all",
+    "options": "all",
+    "components": "stage",
+    "block_order": "stage",
+}
+"""What ranks must report alike, over all of them or within a pipeline stage."""
+
+_log = logging.getLogger("vllm.kvhoist")
 
 
 def served_group(kv_cache_config: Any) -> tuple[int, Any]:
@@ -90,18 +106,24 @@ def start_worker(
     group_id, spec = served_group(kv_cache_config)
     shape = page_shape(vllm_config, kv_cache_config, options)
     names = kv_cache_config.kv_cache_groups[group_id].layer_names
+    attention_modules = _TWO_ATTENTIONS.count(str(vllm_config.model_config.hf_config.model_type)) + 1
     caches = read_kv_caches(
         kv_caches,
         names,
-        extract_layer_index,
+        lambda name: extract_layer_index(name, attention_modules),
         num_blocks=kv_cache_config.num_blocks,
         block_tokens=spec.block_size,
         blocks_per_page=shape.blocks_per_page,
         block_dim=lambda name, _: compat.block_dim(vllm_config, name, _spec_of(spec, name)),
-        backend_of=lambda name: compat.backend_name(vllm_config, name),
+        backend_of=lambda name: compat.backend_name(vllm_config, name, _spec_of(spec, name)),
     )
     parallel = vllm_config.parallel_config
     place = _place(vllm_config, kv_cache_config)
+    if (parallel.data_parallel_index or parallel.data_parallel_external_lb) and parallel.data_parallel_size_local <= 1:
+        _log.warning(
+            "kvhoist: this engine has siblings that it cannot count: host_bytes is what each of them takes, "
+            "so divide it by the number of engines on this node"
+        )
     ranks = ranks_on_node(
         world_size=parallel.world_size,
         nodes_per_engine=parallel.nnodes_within_dp,
@@ -126,7 +148,7 @@ def start_scheduler(
 ) -> SchedulerSide:
     """Build the scheduler's side for the ranks that reported. Raises ConfigError where they disagree or one could not
     start."""
-    reports = _agreed(reports)
+    reports = _agreed(reports, vllm_config.parallel_config.tensor_parallel_size)
     group_id, _ = served_group(kv_cache_config)
     num_pages = min(report.num_host_pages for report in reports)
     plane = ControlPlane(
@@ -153,8 +175,8 @@ def start_scheduler(
     )
 
 
-def _agreed(reports: Sequence[WorkerReport]) -> list[WorkerReport]:
-    """Return one report a rank, in order."""
+def _agreed(reports: Sequence[WorkerReport], ranks_a_stage: int) -> list[WorkerReport]:
+    """Return one report a rank, in order. Pipeline stages may hold different layers, the ranks of a stage may not."""
     by_rank = {report.rank: report for report in sorted(reports, key=lambda report: report.rank)}
     failed = next((report for report in by_rank.values() if report.error), None)
     if failed is not None:
@@ -165,26 +187,26 @@ def _agreed(reports: Sequence[WorkerReport]) -> list[WorkerReport]:
         raise ConfigError(
             "not every rank has reported", got=list(by_rank), expected=f"{first.num_ranks if first else 'some'} ranks"
         )
-    for name in ("num_ranks", "page_tokens", "blocks_per_page", "block_order", "options"):
-        values = [getattr(report, name) for report in ordered]
-        other = next((i for i, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            raise ConfigError(
-                f"ranks disagree on {name}",
-                got=f"rank 0: {values[0]!r}; rank {other}: {values[other]!r}",
-                remedy="Start all ranks with the same versions and settings.",
-            )
+    for name, peers in _COMPARED.items():
+        for i, report in enumerate(ordered):
+            peer = ordered[i - i % ranks_a_stage if peers == "stage" else 0]
+            if getattr(report, name) != getattr(peer, name):
+                raise ConfigError(
+                    f"ranks disagree on {name}",
+                    got=f"rank {peer.rank}: {getattr(peer, name)!r}; rank {i}: {getattr(report, name)!r}",
+                    remedy="Start all ranks with the same versions and settings.",
+                )
     return ordered
 
 
 def _place(vllm_config: Any, kv_cache_config: Any) -> Place:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    heads: list[int | None] = [None if model.use_mla else model.get_total_num_kv_heads()]
+    heads = compat.kv_heads(model)
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
     if draft is not None and draft is not model:
-        heads.append(None if draft.use_mla else draft.get_total_num_kv_heads())
-    rank = parallel.rank % parallel.world_size
+        heads += compat.kv_heads(draft)
+    rank = parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
     return place_of(
         tp_size=parallel.tensor_parallel_size,
         tp_rank=rank % parallel.tensor_parallel_size,
