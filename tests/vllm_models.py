@@ -127,13 +127,13 @@ class Engine:
 
     @property
     def scheduler_side(self) -> Any:
-        return self.scheduler.connector._scheduler
+        return self.scheduler.connector.scheduler_side
 
     @property
     def worker_side(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()._worker
+        return get_kv_transfer_group().worker_side
 
     @property
     def plane(self) -> Any:
@@ -185,8 +185,8 @@ _kernels_registered = False
 
 
 def _register_kernels_once(patch: pytest.MonkeyPatch) -> None:
-    """Keep vLLM from doing so for each engine: its walk through all modules' attributes fails on those of llvmlite, which
-    the first engine with an n-gram drafter has imported."""
+    """Keep vLLM from doing so for each engine: its walk through all modules' attributes fails on those of llvmlite,
+    which the first engine with an n-gram drafter has imported."""
     global _kernels_registered
     from vllm.platforms import current_platform
 
@@ -199,12 +199,18 @@ def _register_kernels_once(patch: pytest.MonkeyPatch) -> None:
 def engine(checkpoint: Path, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
     """Start an engine and check at the end that its cache's books add up. What vLLM changes in the process while it
     runs (torch.set_num_threads does nothing, environment variables) is put back."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         patch.setattr(torch, "set_num_threads", torch.set_num_threads)
         _register_kernels_once(patch)
-        opened = Engine(checkpoint, settings, **options)
+        try:
+            opened = Engine(checkpoint, settings, **options)
+        except Exception:
+            ensure_kv_transfer_shutdown()  # the process would go on with what the engine that failed left there
+            raise
         try:
             yield opened
             if settings is not None and opened.scheduler_side is not None:
