@@ -87,12 +87,13 @@ class Rank:
         self.store = store
         self.io = None if store is None else StorageIO(store, Sealer(), **(io_options or {}))
         self.answers: list[Completion] = []
+        self.on_answer: Callable[[Completion], object] = lambda answer: None
         self.mover = Mover(
             self.group,
             self.device,
             self.arena,
             platform=CpuPlatform(),
-            on_complete=self.answers.append,
+            on_complete=self._answered,
             io=self.io,
             **options,
         )
@@ -108,6 +109,10 @@ class Rank:
         ids = [answer.id for answer in self.answers]
         assert sorted(ids) == sorted(set(ids)), "a job was answered twice"
         assert len(ids) == self._next_id, "a job was not answered"
+
+    def _answered(self, answer: Completion) -> None:
+        self.answers.append(answer)
+        self.on_answer(answer)
 
     def blocks_of(self, device_pages: Sequence[int]) -> list[int]:
         return [page * BLOCKS_PER_PAGE + i for page in device_pages for i in range(BLOCKS_PER_PAGE)]

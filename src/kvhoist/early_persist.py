@@ -5,31 +5,50 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from kvhoist.errors import ClosedError
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import Job, JobKind, Shard, StorageKey
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.outcomes import CANCELLED, PageOutcomes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Write:
-    """An early write of one page: place `index` of the batch whose outcomes `future` brings."""
-
-    key: StorageKey
-    future: Future[PageOutcomes]
-    index: int
-
-
 class Persisting(NamedTuple):
-    """A PERSIST job under way: its outcomes, and the call that cancels what of it has not begun."""
+    """Pages on their way to storage: their outcomes, and the call that cancels what of them has not begun."""
 
     future: Future[PageOutcomes]
     cancel: Callable[[], bool]
+
+
+class _Batch:
+    """The early write of the pages of one OFFLOAD job, announced first and started a little later."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.future: Future[PageOutcomes] = Future()
+        self._cancel_write: Callable[[], bool] | None = None
+
+    def start(self, write: Callable[[Job], Persisting]) -> None:
+        """Hand the pages to storage, unless they were cancelled first."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            written, self._cancel_write = write(self.job)
+        except Exception as error:  # whatever it is: who waits to fill these pages must not wait for ever
+            self.future.set_result(PageOutcomes((_reason(error),) * self.job.num_pages))
+            return
+        written.add_done_callback(self._end)
+
+    def cancel(self) -> bool:
+        """As StorageIO.cancel; False also in the instant in which storage takes the pages."""
+        if self.future.cancel():
+            return True
+        return self._cancel_write is not None and self._cancel_write()
+
+    def _end(self, written: Future[PageOutcomes]) -> None:
+        cancelled = PageOutcomes((CANCELLED,) * self.job.num_pages)
+        self.future.set_result(cancelled if written.cancelled() else written.result())
 
 
 class EarlyPersist:
@@ -44,8 +63,8 @@ class EarlyPersist:
         self._arena = arena
         self._shard = shard
         self._stopped = threading.Event()
-        self._unclaimed: dict[int, _Write] = {}
-        self._reading: dict[int, _Write] = {}
+        self._unclaimed: dict[int, tuple[_Batch, int]] = {}
+        self._reading: dict[int, tuple[_Batch, int]] = {}
         self._changed = threading.Condition()
 
     @property
@@ -53,42 +72,34 @@ class EarlyPersist:
         """Host pages whose early write no PERSIST job has asked for."""
         return len(self._unclaimed)
 
-    def begin(self, job: Job) -> None:
-        """Hand the pages of an OFFLOAD job, all of whose bytes are in place, to storage. Nothing once stopped."""
-        if self._stopped.is_set():
-            return
-        keys = [StorageKey(job.page_key(i), self._shard) for i in range(job.num_pages)]
-        try:
-            future = self._io.persist(keys, [self._arena.page(page) for page in job.host_pages])
-        except ClosedError:  # no early write: the PERSIST job finds the same
-            return
-        writes = {page: _Write(keys[i], future, i) for i, page in enumerate(job.host_pages)}
+    def announce(self, job: Job) -> Callable[[], None]:
+        """Announce the early write of an OFFLOAD job whose bytes are in place: before the job is answered, since its
+        pages may be asked for or given away from then on. Returns the call that starts the write, which must follow."""
+        batch = _Batch(job)
+        writes = {page: (batch, i) for i, page in enumerate(job.host_pages)}
         with self._changed:
             self._unclaimed.update(writes)
             self._reading.update(writes)
-        future.add_done_callback(partial(self._ended, job.host_pages))
-        if self._stopped.is_set():  # meanwhile: `stop` may not have seen it
-            self._io.cancel(future)
+        batch.future.add_done_callback(partial(self._ended, batch))
+        return partial(self._start, batch)
 
-    def persist(self, job: Job, keys: Sequence[StorageKey]) -> Persisting:
+    def persist(self, job: Job) -> Persisting:
         """Answer a PERSIST job: from the early writes of its pages, and by writing those that have none.
 
-        Raises ClosedError where the storage I/O is closed and nothing was written early, as the arena does for a page
-        that it does not have.
+        Where none has one it raises ClosedError (the storage I/O is closed) or PageIdError (no such host page).
         """
         with self._changed:
             found = {i: self._unclaimed.pop(page) for i, page in enumerate(job.host_pages) if page in self._unclaimed}
-        found = {i: write for i, write in found.items() if write.key == keys[i]}
+        found = {i: early for i, early in found.items() if early[0].job.page_key(early[1]) == job.page_key(i)}
         if not found:
-            future = self._io.persist(keys, [self._arena.page(page) for page in job.host_pages])
-            return Persisting(future, partial(self._io.cancel, future))
-        gathered = _Gathered(self._io, self._arena, keys, job.host_pages)
+            return self._write(job, range(job.num_pages))
+        gathered = _Gathered(job, partial(self._write, job), self._arena.layout.group.page_bytes)
         gathered.write([i for i in range(job.num_pages) if i not in found])
-        batches: dict[Future[PageOutcomes], list[tuple[int, int]]] = {}
-        for i, write in found.items():
-            batches.setdefault(write.future, []).append((i, write.index))
-        for future, places in batches.items():
-            gathered.take(future, places, again=True)
+        batches: dict[_Batch, list[tuple[int, int]]] = {}
+        for i, (batch, place) in found.items():
+            batches.setdefault(batch, []).append((i, place))
+        for batch, places in batches.items():
+            gathered.take(Persisting(batch.future, batch.cancel), places, again=True)
         return Persisting(gathered.future, gathered.cancel)
 
     def make_way(self, job: Job) -> list[Future[PageOutcomes]]:
@@ -98,15 +109,15 @@ class EarlyPersist:
             if job.kind is JobKind.DROP:
                 dropped = {job.page_key(i) for i in range(job.num_pages)}
                 writes = [*self._unclaimed.items(), *self._reading.items()]
-                pages = [page for page, write in writes if write.key.page in dropped]
+                pages = [page for page, (batch, i) in writes if batch.job.page_key(i) in dropped]
             else:
                 pages = list(job.host_pages) if job.kind in (JobKind.OFFLOAD, JobKind.PREFETCH) else []
             for page in pages:
                 self._unclaimed.pop(page, None)
-            running = list({self._reading[page].future for page in pages if page in self._reading})
-        for future in running:
-            self._io.cancel(future)
-        return [future for future in running if not future.done()]
+            running = list({self._reading[page][0] for page in pages if page in self._reading})
+        for batch in running:
+            batch.cancel()
+        return [batch.future for batch in running if not batch.future.done()]
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Block until no early write is under way; False when `timeout_s` passed first."""
@@ -114,18 +125,30 @@ class EarlyPersist:
             return self._changed.wait_for(lambda: not self._reading, timeout_s)
 
     def stop(self) -> None:
-        """Begin no more early writes, and cancel those that storage has not begun. Idempotent, never blocks."""
+        """Start no more early writes, and cancel those that storage has not begun. Idempotent, never blocks."""
         self._stopped.set()
         with self._changed:
-            running = {write.future for write in self._reading.values()}
-        for future in running:
-            self._io.cancel(future)
+            running = {batch for batch, _ in self._reading.values()}
+        for batch in running:
+            batch.cancel()
 
-    def _ended(self, host_pages: Sequence[int], future: Future[PageOutcomes]) -> None:
+    def _start(self, batch: _Batch) -> None:
+        if self._stopped.is_set():
+            batch.cancel()
+        batch.start(lambda job: self._write(job, range(job.num_pages)))
+        if self._stopped.is_set():  # meanwhile: `stop` may have come too early to cancel it
+            batch.cancel()
+
+    def _write(self, job: Job, indices: Sequence[int]) -> Persisting:
+        """Hand pages of the job to storage, now."""
+        keys = [StorageKey(job.page_key(i), self._shard) for i in indices]
+        future = self._io.persist(keys, [self._arena.page(job.host_pages[i]) for i in indices])
+        return Persisting(future, partial(self._io.cancel, future))
+
+    def _ended(self, batch: _Batch, _: Future[PageOutcomes]) -> None:
         with self._changed:
-            for page in host_pages:
-                write = self._reading.get(page)
-                if write is not None and write.future is future:
+            for page in batch.job.host_pages:
+                if page in self._reading and self._reading[page][0] is batch:
                     del self._reading[page]
             self._changed.notify_all()
 
@@ -133,18 +156,16 @@ class EarlyPersist:
 class _Gathered:
     """A PERSIST job whose outcomes come from several batches."""
 
-    def __init__(self, io: StorageIO, arena: HostArena, keys: Sequence[StorageKey], host_pages: Sequence[int]) -> None:
+    def __init__(self, job: Job, write: Callable[[Sequence[int]], Persisting], page_bytes: int) -> None:
         self.future: Future[PageOutcomes] = Future()
         self.future.set_running_or_notify_cancel()  # it ends by `cancel` below, never by a cancel of its own
-        self._io = io
-        self._arena = arena
-        self._keys = keys
-        self._host_pages = host_pages
-        self._reasons: list[str | None] = [None] * len(keys)
-        self._left_pages = len(keys)
+        self._write = write
+        self._page_bytes = page_bytes
+        self._reasons: list[str | None] = [None] * job.num_pages
+        self._left_pages = job.num_pages
         self._seconds = 0.0
         self._cancelled = False
-        self._batches: list[Future[PageOutcomes]] = []
+        self._batches: list[Persisting] = []
         self._lock = threading.Lock()
 
     def write(self, indices: Sequence[int]) -> None:
@@ -152,26 +173,25 @@ class _Gathered:
         if not indices:
             return
         try:
-            blobs = [self._arena.page(self._host_pages[i]) for i in indices]
-            future = self._io.persist([self._keys[i] for i in indices], blobs)
-        except ClosedError as error:
-            self._book(indices, [str(error)] * len(indices), 0.0)
+            batch = self._write(indices)
+        except Exception as error:  # in a callback nobody else would answer for these pages
+            self._book(indices, [_reason(error)] * len(indices), 0.0)
             return
-        self.take(future, [(i, place) for place, i in enumerate(indices)], again=False)
+        self.take(batch, [(i, place) for place, i in enumerate(indices)], again=False)
 
-    def take(self, batch: Future[PageOutcomes], places: Sequence[tuple[int, int]], *, again: bool) -> None:
+    def take(self, batch: Persisting, places: Sequence[tuple[int, int]], *, again: bool) -> None:
         """Let page `i` of the job come to what page `place` of `batch` comes to, for all `(i, place)`. With `again` a
         page that the batch gave up for another's sake is written for the job itself."""
         with self._lock:
             self._batches.append(batch)
-        batch.add_done_callback(partial(self._done, places, again))
+        batch.future.add_done_callback(partial(self._done, places, again))
 
     def cancel(self) -> bool:
         """As StorageIO.cancel."""
         with self._lock:
             self._cancelled = True
-            batches = [batch for batch in self._batches if not batch.done()]
-        return sum(self._io.cancel(batch) for batch in batches) > 0
+            batches = [batch for batch in self._batches if not batch.future.done()]
+        return sum(batch.cancel() for batch in batches) > 0
 
     def _done(self, places: Sequence[tuple[int, int]], again: bool, batch: Future[PageOutcomes]) -> None:
         outcomes = None if batch.cancelled() else batch.result()
@@ -192,6 +212,10 @@ class _Gathered:
             self._left_pages -= len(indices)
             if self._left_pages:
                 return
-            num_bytes = self._reasons.count(None) * self._arena.layout.group.page_bytes
+            num_bytes = self._reasons.count(None) * self._page_bytes
             outcomes = PageOutcomes(tuple(self._reasons), num_bytes, self._seconds)
         self.future.set_result(outcomes)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -185,15 +185,19 @@ class Mover:
             transfer, after = work
             job = transfer.job
             started = time.monotonic()
+            persist: Callable[[], None] | None = None
             try:
                 if job.kind not in self._queues:
                     self._submit_late(transfer)
                     continue
                 num_bytes, failed, error = self._copy(transfer, after)
+                if self._early is not None and job.kind is JobKind.OFFLOAD and not failed:
+                    persist = self._early.announce(job)
             except BaseException as problem:  # a rank must answer whatever happened, or its peers' pages hang
                 _log.exception("job %d (%s) failed", job.id, job.kind)
                 num_bytes, failed, error = 0, tuple(range(job.num_pages)), f"{type(problem).__name__}: {problem}"
-            self._answer(transfer, Completion(job.id, self.rank, failed, error, num_bytes, time.monotonic() - started))
+            answer = Completion(job.id, self.rank, failed, error, num_bytes, time.monotonic() - started)
+            self._answer(transfer, answer, then=persist)
 
     def _copy(self, transfer: Transfer, after: Event | None) -> tuple[int, tuple[int, ...], str | None]:
         job = transfer.job
@@ -208,10 +212,7 @@ class Mover:
         assert copies is not None, "threads end before the copies are given up"
         if job.kind is JobKind.OFFLOAD:
             self._await_early(job)
-            num_bytes = copies.offload(job)
-            if self._early is not None:
-                self._early.begin(job)
-            return num_bytes, (), None
+            return copies.offload(job), (), None
         num_bytes, wrong = copies.load(job, transfer.arrive)
         self._num_mismatches += len(wrong)
         return num_bytes, wrong, "debug_verify: the device does not hold what was offloaded" if wrong else None
@@ -238,11 +239,10 @@ class Mover:
     def _submit_io(self, transfer: Transfer) -> None:
         assert self._io is not None
         job = transfer.job
-        keys = [StorageKey(job.page_key(i), self._shard) for i in range(job.num_pages)]
         if job.kind is JobKind.PERSIST and self._early is not None:
-            future, cancel = self._early.persist(job, keys)
+            future, cancel = self._early.persist(job)
         else:
-            future = self._start_io(job, keys)
+            future = self._start_io(job)
             cancel = partial(self._io.cancel, future)
         with self._lock:
             if job.id in self._open:
@@ -252,8 +252,9 @@ class Mover:
             cancel()
         future.add_done_callback(lambda done: self._answer_io(transfer, done))
 
-    def _start_io(self, job: Job, keys: list[StorageKey]) -> Future[PageOutcomes]:
+    def _start_io(self, job: Job) -> Future[PageOutcomes]:
         assert self._io is not None
+        keys = [StorageKey(job.page_key(i), self._shard) for i in range(job.num_pages)]
         blobs = [self._arena.page(page) for page in job.host_pages]
         if job.kind is JobKind.PERSIST:
             return self._io.persist(keys, blobs)
@@ -278,13 +279,15 @@ class Mover:
             answer = Completion(job.id, self.rank, everything, f"{type(problem).__name__}: {problem}")
         self._answer(transfer, answer)
 
-    def _answer(self, transfer: Transfer, answer: Completion) -> None:
+    def _answer(self, transfer: Transfer, answer: Completion, then: Callable[[], None] | None = None) -> None:
         try:
             self._on_complete(answer)
         except BaseException:  # whatever it raises, whoever waits must not wait for ever
             _log.exception("the completion of job %d could not be booked", answer.id)
         transfer.finish(answer)
         self._forget(answer.id)
+        if then is not None:
+            then()
         transfer.call_back()
 
     def _forget(self, job_id: int) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mover_support import DEADLINE_S, HeldStore, Rank, blob_of, page_hash, storage_key, until
+from mover_support import DEADLINE_S, NAMESPACE, HeldStore, Rank, blob_of, page_hash, storage_key, until
 
 from kvhoist.early_persist import EarlyPersist
 from kvhoist.errors import ClosedError
-from kvhoist.messages import JobKind
+from kvhoist.messages import Job, JobKind
 from kvhoist.platform.cpu import CpuEvent
 from kvhoist.storage import FileStore
 from kvhoist.storage.outcomes import CANCELLED, NOT_STORED, QUEUE_FULL
@@ -169,6 +169,51 @@ def test_a_page_whose_offload_failed_is_not_persisted(store: HeldStore) -> None:
         assert store.begun == []
 
 
+def test_a_persist_job_that_the_answer_to_the_offload_brings_about_is_answered_by_the_early_write(
+    store: HeldStore,
+) -> None:
+    """In one process the control plane orders it from within `on_complete`, before the early write is started."""
+    with early(store) as rank:
+        orders: list[Any] = []
+
+        def order(answer: Any) -> None:
+            if answer.id == 0:
+                orders.append(rank.submit(JobKind.PERSIST, [1, 2], [3, 0]))
+
+        rank.on_answer = order
+        rank._next_id = 1
+        rank.compute(1, 0)
+        rank.compute(2, 1)
+        keys = tuple(map(page_hash, (1, 2)))
+        rank.mover.submit(Job(0, JobKind.OFFLOAD, NAMESPACE, 0, keys, (3, 0), (0, 1, 2, 3))).result(DEADLINE_S)
+        assert orders[0].result(DEADLINE_S).error is None
+    assert store.num_put == {storage_key(1): 1, storage_key(2): 1}
+
+
+@pytest.mark.parametrize("fill", [JobKind.OFFLOAD, JobKind.PREFETCH])
+def test_a_page_that_the_answer_to_the_offload_gives_away_is_not_written_early(store: HeldStore, fill: JobKind) -> None:
+    with Rank(store=store) as other:
+        other.offload([2], [0])
+        other.run(JobKind.PERSIST, [2], [0])
+    with early(store) as rank:
+        orders: list[Any] = []
+
+        def order(answer: Any) -> None:
+            if answer.id == 0:
+                orders.append(rank.submit(fill, [2], [0], [1] if fill is JobKind.OFFLOAD else []))
+
+        rank.on_answer = order
+        rank._next_id = 1
+        rank.compute(1, 0)
+        rank.compute(2, 1)
+        rank.mover.submit(Job(0, JobKind.OFFLOAD, NAMESPACE, 0, (page_hash(1),), (0,), (0, 1))).result(DEADLINE_S)
+        assert orders[0].result(DEADLINE_S).error is None
+        assert bytes(rank.arena.page(0)) == blob_of(2)
+        assert rank.mover.wait_idle(DEADLINE_S)
+        assert contents(store)[storage_key(2)] == blob_of(2)
+        assert contents(store).get(storage_key(1), blob_of(1)) == blob_of(1)
+
+
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +285,7 @@ def test_without_that_rule_another_pages_bytes_would_be_stored(
         until(lambda: bool(store.begun))
         rank.offload([2], [0])
         store.gate.set()
-        assert rank.mover.wait_idle(DEADLINE_S)
+        until(lambda: storage_key(1) in contents(store))
         assert contents(store)[storage_key(1)] == blob_of(2) != blob_of(1)
 
 
@@ -482,10 +527,28 @@ def test_closing_without_drain_cancels_early_writes_and_begins_none(store: HeldS
             rank.submit(JobKind.PERSIST, [1], [0])
 
 
+@pytest.mark.parametrize("drain", [False, True])
+def test_a_callback_of_an_offload_may_close_the_mover(store: HeldStore, drain: bool) -> None:
+    store.gate.clear()
+    with early(store) as rank:
+        closed: list[bool] = []
+        rank.compute(1, 0)
+        transfer = rank.submit(JobKind.OFFLOAD, [1], [0], [0])
+        transfer.add_done_callback(lambda _: closed.append(rank.mover.close(drain=drain, timeout_s=DEADLINE_S)))
+        transfer.result(DEADLINE_S)
+        store.gate.set()
+        until(lambda: bool(closed))
+        assert closed == [True]
+        if drain:
+            check_stored(store, 1)
+
+
 def test_an_offload_succeeds_although_the_storage_io_is_closed(store: HeldStore) -> None:
     with early(store) as rank:
         assert rank.io.close()
         assert rank.offload([1], [0]).error is None
+        assert rank.mover.wait_idle(DEADLINE_S)
+        assert "storage I/O was closed" in str(rank.run(JobKind.PERSIST, [1], [0]).error)
         with pytest.raises(ClosedError, match="storage I/O"):
             rank.submit(JobKind.PERSIST, [1], [0])
 
