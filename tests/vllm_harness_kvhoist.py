@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,17 +65,26 @@ def settle(engine: SimEngine, timeout_s: float = 20.0) -> None:
 
 
 def audit(engine: SimEngine) -> None:
-    """Assert that the connector's books add up, and that it remembers nothing of requests that are gone."""
-    found = side(engine)
-    found.plane.audit()
-    live = set(engine.scheduler.requests)
-    assert set(found._states) <= live
-    assert set(found._due) <= live
-    assert not found._begun
-    open_jobs = {job.id for job in found.plane.tracker.jobs()}
-    assert set(found._orders) == {job.id for job in found.plane.tracker.jobs() if job.kind is JobKind.LOAD}
-    assert set(found._loading.values()) <= open_jobs
-    assert set(found._fences._blocks) <= open_jobs
+    """Assert that the connector's books add up."""
+    side(engine).plane.audit()
+
+
+def remembered(engine: SimEngine) -> dict[str, int]:
+    """Count what the scheduler's side remembers of requests, blocks and jobs, by the path of each collection that is
+    not empty. Metrics and failures remembered for a while (bounded by their own rules) are left out."""
+    sizes: dict[str, int] = {}
+
+    def look(part: Any, path: str) -> None:
+        for name, value in vars(part).items():
+            if isinstance(value, (dict, list, set, deque)):
+                if value and name not in ("_refused",):
+                    sizes[f"{path}{name}"] = len(value)
+            elif type(value).__module__.startswith("kvhoist.adapters.vllm") and "__dict__" in dir(value):
+                if name not in ("counts",):
+                    look(value, f"{path}{name}.")
+
+    look(side(engine), "")
+    return sizes
 
 
 def assert_nothing_kept(engine: SimEngine) -> None:
@@ -99,6 +109,7 @@ def end(engine: SimEngine) -> None:
     settle(engine)
     engine.finish()
     audit(engine)
+    assert remembered(engine) == {}
     assert_nothing_kept(engine)
     parts = parts_of(engine)
     arenas = [part.arena for part in parts]
