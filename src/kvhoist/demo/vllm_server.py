@@ -12,13 +12,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
+from kvhoist.demo.signals import signals_held
 from kvhoist.errors import KvhoistError
 
 MODEL_NAME = "demo"
@@ -27,7 +28,9 @@ MODEL_NAME = "demo"
 _TAIL_LINES = 25
 _ENOUGH_BYTES = str(1 << 30)
 """Said to be there for blocks, so that vLLM does not measure the machine; how many are made the blocks' number says."""
-_ERROR = re.compile(r"kvhoist cannot start: .*|(?:^|(?<=\] ))[\w.]+(?:Error|Exception): .*")
+_LOG_PREFIX = re.compile(r"^\(.*? pid=\d+\) (?:\w+ [^\]]*\] ?)?")
+_ERROR = re.compile(r"kvhoist cannot start: |[\w.]+(?:Error|Exception): ")
+_DETAIL_LINES = 3
 _READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.1
@@ -131,7 +134,7 @@ class VllmServer:
         """Start the process without waiting for it. Its messages go to `options.log`, from an empty file on."""
         self.options.log.parent.mkdir(parents=True, exist_ok=True)
         self._started_at = time.perf_counter()
-        with self.options.log.open("wb") as log:
+        with self.options.log.open("wb") as log, signals_held():
             self._process = subprocess.Popen(
                 self.options.command(self.port),
                 stdin=subprocess.DEVNULL,
@@ -194,9 +197,7 @@ class VllmServer:
         """Return the lines of the server's log that name an error, or where none does, its last ones."""
         with suppress(OSError):
             lines = self.options.log.read_text(errors="replace").splitlines()
-            named = (_ERROR.search(line) for line in lines)
-            errors = list(dict.fromkeys(match.group() for match in named if match))
-            return "\n".join((errors or lines)[-_TAIL_LINES:])
+            return "\n".join((_errors(lines) or lines)[-_TAIL_LINES:])
         return ""
 
     def __enter__(self) -> Self:
@@ -225,23 +226,20 @@ class VllmServer:
         return ServerFailedError(what, got=got, remedy=remedy, tail=self.log_tail())
 
 
+def _errors(lines: Sequence[str]) -> list[str]:
+    """Return what a log says of errors, each once: the line that names it, and the indented ones below it."""
+    found: dict[str, None] = {}
+    details = 0
+    for line in lines:
+        text = _LOG_PREFIX.sub("", line)
+        details = _DETAIL_LINES if _ERROR.match(text) else max(0, details - 1) if text.startswith(" ") else 0
+        if details:
+            found[text] = None
+    return list(found)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP of this process into SystemExit meanwhile, so that servers are stopped on the way out."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
