@@ -137,6 +137,22 @@ def test_whatever_a_store_raises_fails_those_pages_and_no_thread(
     assert io.stats().error_pages == 6
 
 
+@pytest.mark.parametrize("method", ["put", "get", "exists"])
+@pytest.mark.parametrize("answers", [0, 1, 3])
+def test_a_store_that_does_not_answer_for_each_page_fails_them_and_hangs_nobody(
+    make_io: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, method: str, answers: int
+) -> None:
+    store = MemoryStore()
+    monkeypatch.setattr(store, method, lambda *_: [None if method == "get" else True] * answers)
+    io = make_io(store, num_threads=1)
+    futures = {
+        "put": lambda: io.persist(pages.keys([1, 2]), blobs_of(pages, [1, 2])),
+        "get": lambda: io.prefetch(pages.keys([1, 2]), buffers_of(pages, [1, 2])),
+        "exists": lambda: io.lookup(pages.keys([1, 2])),
+    }
+    assert futures[method]().result(DEADLINE_S).failed_pages == (0, 1)
+
+
 def test_a_callback_that_raises_kills_no_thread(make_io: Any, pages: Any) -> None:
     def raise_exit(_: object) -> None:
         raise SystemExit

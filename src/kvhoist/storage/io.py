@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kvhoist.errors import ClosedError, ConfigError
+from kvhoist.errors import ClosedError, ConfigError, StorageError
 from kvhoist.messages import REPLICATED, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, Store
 from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes
@@ -187,6 +187,8 @@ class StorageIO:
         while (chunk := self._queue.take()) is not None:
             try:
                 reasons = chunk.act(chunk.keys, chunk.blobs)
+                if len(reasons) != len(chunk.keys):
+                    raise StorageError("the store did not answer for each page", got=f"{len(reasons)} answers")
             except BaseException as error:  # a thread that dies would hang every later batch
                 reasons = [_explain(error)] * len(chunk.keys)
                 self._count(error_pages=len(chunk.keys))
