@@ -38,6 +38,7 @@ class Told:
     prompt: list[int]
     max_tokens: int
     salt: str
+    weights: str = ""
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     num_local: int | None = None
@@ -133,7 +134,7 @@ class SimEngine:
         if name is None:
             name = f"r{self._next_id}"
             self._next_id += 1
-        self.told[name] = Told(list(prompt), max_tokens, salt)
+        self.told[name] = Told(list(prompt), max_tokens, salt, self.setup.weights)
         self.setup.salts[name] = salt
         request = EngineCoreRequest(
             request_id=name,
@@ -198,7 +199,7 @@ class SimEngine:
         """Assert that each request said what the model says, as far as it came."""
         for name in self.told if names is None else names:
             told = self.told[name]
-            expected = generate(told.prompt, told.max_tokens, self.setup.weights + told.salt)
+            expected = generate(told.prompt, told.max_tokens, told.weights + told.salt)
             if told.aborted:
                 expected = expected[: len(told.tokens)]
             assert told.tokens == expected, f"{name} ({told.finish_reason}): {told.tokens} is not {expected}"

@@ -17,7 +17,7 @@ from kvhoist.messages import Job, JobKind
 from kvhoist.mover import Mover
 from kvhoist.storage.file import FileStore
 
-FaultOf = Callable[[Job, int], Sequence[int]]
+FaultOf = Callable[[Job, int], Sequence[int] | None]
 """Given a job and its rank: sleeps, blocks or raises as it likes, and returns the indices of pages that are to fail."""
 
 
@@ -29,7 +29,7 @@ def copy_faults(fault_of: FaultOf, *, kinds: Sequence[JobKind] = (JobKind.LOAD, 
 
     def copy(self: Any, transfer: Any, after: Any) -> Any:
         job = transfer.job
-        failed = set(fault_of(job, self.rank)) if job.kind in kinds else set()
+        failed = set(fault_of(job, self.rank) or ()) if job.kind in kinds else set()
         good = [i for i in range(job.num_pages) if i not in failed]
         if not failed:
             return inner(self, transfer, after)
@@ -59,16 +59,16 @@ def slow_copies(seed: int, most_s: float = 0.002) -> Iterator[None]:
     """Delay each copy at random, so that everything else overtakes it."""
     draw = random.Random(seed)
 
-    def delay(job: Job, rank: int) -> Sequence[int]:
+    def delay(job: Job, rank: int) -> None:
         time.sleep(draw.random() * most_s)
-        return ()
 
     with copy_faults(delay):
         yield
 
 
 class Gate:
-    """A door for the threads of a data plane: closed, they wait in it; `waiting` says how many do."""
+    """A door for the threads of a data plane: closed, they wait in it; `waiting` says how many do. As a `fault_of` or
+    `before` it fails and replaces nothing."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -81,13 +81,12 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
-    def __call__(self, *_: Any) -> Sequence[int]:
+    def __call__(self, *_: Any) -> None:
         self.waiting += 1
         try:
             assert self._open.wait(60), "a gate that nobody opens"
         finally:
             self.waiting -= 1
-        return ()
 
 
 @contextmanager

@@ -75,13 +75,13 @@ def remembered(engine: SimEngine) -> dict[str, int]:
     sizes: dict[str, int] = {}
 
     def look(part: Any, path: str) -> None:
-        for name, value in vars(part).items():
+        for name in (*getattr(type(part), "__slots__", ()), *getattr(part, "__dict__", ())):
+            value = getattr(part, name)
             if isinstance(value, (dict, list, set, deque)):
                 if value and name not in ("_refused",):
                     sizes[f"{path}{name}"] = len(value)
-            elif type(value).__module__.startswith("kvhoist.adapters.vllm") and "__dict__" in dir(value):
-                if name not in ("counts",):
-                    look(value, f"{path}{name}.")
+            elif type(value).__module__.startswith("kvhoist.adapters.vllm") and name != "counts":
+                look(value, f"{path}{name}.")
 
     look(side(engine), "")
     return sizes
