@@ -33,6 +33,7 @@ _ERROR = re.compile(r"kvhoist cannot start: |[\w.]+(?:Error|Exception): ")
 _DETAIL_LINES = 3
 _READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
+_HELPERS_TIMEOUT_S = 10.0
 _POLL_S = 0.1
 
 
@@ -179,7 +180,10 @@ class VllmServer:
             time.sleep(_POLL_S)
 
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-        """End the server: SIGTERM, and what is left of it after `timeout_s` is killed. Idempotent."""
+        """End the server: SIGTERM, and what is left of it after `timeout_s` is killed. Idempotent.
+
+        Its helpers (the tracker of shared memory, workers) are given a moment longer than itself, to clean up.
+        """
         process, self._process = self._process, None
         if process is None:
             return
@@ -188,6 +192,9 @@ class VllmServer:
                 process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
+                deadline = time.monotonic() + _HELPERS_TIMEOUT_S
+                while _lives(process.pid) and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -236,6 +243,16 @@ def _errors(lines: Sequence[str]) -> list[str]:
         if details:
             found[text] = None
     return list(found)
+
+
+def _lives(group: int) -> bool:
+    """Tell whether a process of this process group runs. A zombie does not: nobody here can reap another's child."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            state, _parent, found = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(found) == group and state != "Z":
+                return True
+    return False
 
 
 def _free_port() -> int:
