@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvhoist.cli.acceptance import vllm_acceptance
 from kvhoist.cli.output import JsonOption, console, print_json, tables_of, working
 from kvhoist.errors import ConfigError
 
@@ -56,6 +57,23 @@ def copy(smoke: SmokeOption = False, as_json: JsonOption = False) -> None:
     with working("measuring copies", as_json=as_json):
         result = run(smoke=smoke)
     _show(result, as_json)
+
+
+@bench_app.command()
+def vllm(
+    part: Annotated[str, typer.Option(help="throughput, scheduler, or all.")] = "all",
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: the packaged SmolLM2.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds in which the engines take turns.")] = 10,
+    smoke: SmokeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What kvhoist costs vLLM where no prompt is reused, and what it costs vLLM's scheduler."""
+    from kvhoist.cli.bench_vllm import measure
+
+    _show(measure(part=part, model=model, rounds=rounds, smoke=smoke, as_json=as_json), as_json)
+
+
+bench_app.command()(vllm_acceptance)
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:
