@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -12,6 +14,10 @@ from kvhoist.memory.arena import HostArena
 from kvhoist.messages import Job, JobKind, Shard, StorageKey
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.outcomes import CANCELLED, PageOutcomes
+
+_MOST_WAIT_S = 1.0
+"""How long jobs wait for an early write that storage has begun. One that takes longer hangs; an engine that waits for
+the job, since it needs the job's blocks, must not hang with it."""
 
 
 class Persisting(NamedTuple):
@@ -27,6 +33,7 @@ class _Batch:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.future: Future[PageOutcomes] = Future()
+        self.awaited_until: float | None = None
         self._cancel_write: Callable[[], bool] | None = None
 
     def start(self, write: Callable[[Job], Persisting]) -> None:
@@ -54,7 +61,7 @@ class _Batch:
 class EarlyPersist:
     """The early writes of one rank. Thread-safe; no lock is held while storage is called or a future completes.
 
-    Whoever fills a host page calls `make_way` and waits for what it returns: until then storage may read that page. Of
+    Whoever fills a host page calls `await_way` first: until then storage may read that page. Of
     writes that no PERSIST job asked for, the newest of each host page is remembered, until the page is filled again.
     """
 
@@ -102,7 +109,7 @@ class EarlyPersist:
             gathered.take(Persisting(batch.future, batch.cancel), places, again=True)
         return Persisting(gathered.future, gathered.cancel)
 
-    def make_way(self, job: Job) -> list[Future[PageOutcomes]]:
+    def make_way(self, job: Job) -> list[_Batch]:
         """Forget the early writes of the host pages that `job` fills, or of the keys that it drops; cancel those that
         have not begun, and return those still running: the job must not begin before they are done. Never blocks."""
         with self._changed:
@@ -117,7 +124,24 @@ class EarlyPersist:
             running = list({self._reading[page][0] for page in pages if page in self._reading})
         for batch in running:
             batch.cancel()
-        return [batch.future for batch in running if not batch.future.done()]
+        return [batch for batch in running if not batch.future.done()]
+
+    def await_way(self, job: Job) -> tuple[int, ...]:
+        """`make_way`, and wait for what is still running. Returns the indices of pages that storage holds on to for
+        longer than anyone may wait: the job must leave them alone, and fail them."""
+        hung = set()
+        for batch in self.make_way(job):
+            if batch.awaited_until is None:
+                batch.awaited_until = time.monotonic() + _MOST_WAIT_S
+            futures.wait([batch.future], max(0.0, batch.awaited_until - time.monotonic()))
+            if not batch.future.done():
+                hung.add(batch)
+        if not hung:
+            return ()
+        if job.kind is JobKind.DROP:
+            return tuple(range(job.num_pages))
+        held = {page for batch in hung for page in batch.job.host_pages}
+        return tuple(i for i, page in enumerate(job.host_pages) if page in held)
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Block until no early write is under way; False when `timeout_s` passed first."""

@@ -5,7 +5,8 @@ All of it is frozen, small and picklable, and may arrive twice: a duplicate does
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -97,6 +98,19 @@ class Job:
     @property
     def num_pages(self) -> int:
         return len(self.keys)
+
+    def without(self, pages: Collection[int]) -> Job | None:
+        """Return the order for all pages but those of the indices `pages`; None where none is left."""
+        indices = [i for i in range(self.num_pages) if i not in pages]
+        if not indices:
+            return None
+        per_page = len(self.device_blocks) // self.num_pages
+        return replace(
+            self,
+            keys=tuple(self.keys[i] for i in indices),
+            host_pages=tuple(self.host_pages[i] for i in indices if self.host_pages),
+            device_blocks=tuple(b for i in indices for b in self.device_blocks[i * per_page : (i + 1) * per_page]),
+        )
 
     def page_key(self, index: int) -> PageKey:
         return PageKey(self.namespace, self.group, self.keys[index])

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -25,6 +24,7 @@ from kvhoist.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 
+_HELD = "storage hangs in an earlier write of the same host pages"
 _WRITES_TO_STORAGE = (JobKind.PERSIST, JobKind.DROP)
 
 
@@ -38,8 +38,8 @@ class Mover:
     same part and writes it) PERSIST and DROP jobs are answered as done and nothing is written.
 
     With `early_persist`, and storage, a page is handed to storage as soon as it is offloaded, and that answers the
-    PERSIST job that comes later. A job that fills a host page which such an early write still reads cancels the write,
-    or waits for it: in the offload thread, never in `submit`.
+    PERSIST job that comes later. A job that fills a host page which such an early write still reads cancels it, or
+    waits, in the offload thread, never in `submit`; not for ever, either: where storage hangs, that page fails.
 
     With `debug_verify` each page is hashed when it reaches the host tier; after a load it is read back from the device
     and compared, and a page that differs is a failed page (`num_mismatches` counts them).
@@ -211,8 +211,9 @@ class Mover:
         copies = self._copies
         assert copies is not None, "threads end before the copies are given up"
         if job.kind is JobKind.OFFLOAD:
-            self._await_early(job)
-            return copies.offload(job), (), None
+            held = self._await_early(job)
+            free = job if not held else job.without(held)
+            return copies.offload(free) if free else 0, held, _HELD if held else None
         num_bytes, wrong = copies.load(job, transfer.arrive)
         self._num_mismatches += len(wrong)
         return num_bytes, wrong, "debug_verify: the device does not hold what was offloaded" if wrong else None
@@ -220,17 +221,17 @@ class Mover:
     def _submit_late(self, transfer: Transfer) -> None:
         """Hand a job to storage once early writes are out of its way."""
         job = transfer.job
-        self._await_early(job)
+        held = self._await_early(job)
         with self._lock:
             cancelled = job.id in self._cancelled
-        if cancelled:
-            self._answer(transfer, Completion(job.id, self.rank, tuple(range(job.num_pages)), CANCELLED))
+        if cancelled or held:
+            why = CANCELLED if cancelled else _HELD
+            self._answer(transfer, Completion(job.id, self.rank, tuple(range(job.num_pages)), why))
         else:
             self._submit_io(transfer)
 
-    def _await_early(self, job: Job) -> None:
-        if self._early is not None and (running := self._early.make_way(job)):
-            futures.wait(running)
+    def _await_early(self, job: Job) -> tuple[int, ...]:
+        return self._early.await_way(job) if self._early is not None else ()
 
     def _stop_early(self) -> None:
         if self._early is not None:

@@ -46,7 +46,8 @@ class RequestState:
     """One request of vLLM, from its first look-up to its end.
 
     `keys` are the chain hashes of its whole pages so far, `blocks` its device blocks while it runs, `next_page` the
-    first page not offered for offloading since it last began to run. `found_blocks` is the range of blocks that the
+    first page not offered for offloading since it last began to run; `offers` tells whether its blocks hold KV of the
+    namespace in use, so that pages may be offered at all. `found_blocks` is the range of blocks that the
     last look-up promised, `missed` why and how many tokens it did not find. A request that `load_job` brings a prefix
     for does not run.
     """
@@ -67,6 +68,11 @@ class RequestState:
     prefetched: range = range(0)
     missed: tuple[str, int] | None = None
     told: bool = False
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether vLLM keeps blocks for the request: it runs, or is loading, or waits with a part of it computed."""
+        return self.load_job is not None or self.request.num_computed_tokens > 0
 
     def update_keys(self, hashes_per_page: int) -> list[bytes]:
         """Add the keys of pages that became whole, and return all keys."""

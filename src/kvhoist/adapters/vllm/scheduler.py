@@ -60,7 +60,7 @@ class SchedulerSide:
         self._fences = Fences()
         self._given: list[int] = []
         self._open_loads = Loads()
-        self._resets = 0
+        self._resets, self._device_is_stale = 0, False
         self._namespace = namespace
         self._space = plane.space(namespace)
         self._tell_namespace = True
@@ -76,6 +76,7 @@ class SchedulerSide:
         """Return how many tokens beyond `num_computed_tokens` can be loaded (None: ask again later), and whether the
         request waits outside of the batch meanwhile."""
         state = self._state(request)
+        state.offers = not (self._device_is_stale and num_computed_tokens)  # it begins anew
         if not self._loads or request.skip_reading_prefix_cache:
             return 0, False
         found = self._prefixes.find(self._space, state, num_computed_tokens)
@@ -94,10 +95,8 @@ class SchedulerSide:
         if state is None or not num_external_tokens:
             return
         per_page = self._shape.blocks_per_page
-        start = state.found_blocks.start
-        stop = start + num_external_tokens // self._shape.block_tokens
-        wanted = range(start, stop)
-        first, last = start // per_page, self._shape.pages_of(stop)
+        wanted = state.found_blocks[: num_external_tokens // self._shape.block_tokens]
+        first, last = wanted.start // per_page, self._shape.pages_of(wanted.stop)
         ids = blocks.get_block_ids()[self._group_id]
         device_blocks = [ids[i] if i in wanted else -1 for i in range(first * per_page, last * per_page)]
         job = self.plane.load(self._space, state.keys, first, last, device_blocks, for_whom=request.request_id)
@@ -105,15 +104,14 @@ class SchedulerSide:
         state.stop()
         state.load_job = job.id
         self._open_loads.open(LoadOrder(job, request.request_id, self._sync))
-        self._given += ids[start:stop]
+        self._given += ids[wanted.start : wanted.stop]
         self.plane.directory.touch(self.plane.directory.match(self._space, state.keys[:last]))
         self.counts.hit(state, wanted, self._shape)
 
     def hit_tokens_by_tier(self, request: Any, num_external_tokens: int) -> dict[Tier, int]:
         """Return from which tiers the tokens of the load just started come; they add up to `num_external_tokens`."""
         state = self._states[request.request_id]
-        start = state.found_blocks.start
-        wanted = range(start, start + num_external_tokens // self._shape.block_tokens)
+        wanted = state.found_blocks[: num_external_tokens // self._shape.block_tokens]
         return self.counts.tokens_by_tier(state, wanted, self._shape)
 
     def build_meta(self, output: Any) -> ConnectorMetadata:
@@ -176,8 +174,9 @@ class SchedulerSide:
         self._space = self.plane.space(self._namespace)
         self._tell_namespace = True
         self._due.clear()
+        self._device_is_stale = bool(self._open_loads) or any(s.holds_blocks for s in self._states.values())
         for state in self._states.values():
-            state.offers = not state.running and state.load_job is None
+            state.offers = False  # until it begins anew
             state.waits_for, state.asked_storage, state.prefetched = None, False, range(0)
         return not self._open_loads
 
@@ -233,7 +232,6 @@ class SchedulerSide:
                 continue
             ids = new_blocks[group]
             if cached.req_ids[i] in cached.resumed_req_ids:
-                state.offers = True  # what it computes now, it computes anew
                 self._run(state, ids, cached.num_computed_tokens[i] // block_tokens)
             else:
                 state.blocks += ids
@@ -278,22 +276,24 @@ class SchedulerSide:
         job = finished.job
         if job.kind is JobKind.OFFLOAD:
             self._fences.close(job.id)
+        failed = [job.keys[i] for i in finished.failed_pages]
         if job.kind in (JobKind.OFFLOAD, JobKind.PREFETCH):
             self._prefixes.accept(job.keys)
-            self.counts.failed([job.keys[i] for i in finished.failed_pages])
+            self.counts.failed(failed)
         if job.kind is not JobKind.LOAD:
             return
         order = self._open_loads.close(job.id)
         state = self._states.get(order.request_id)
         if state is not None and state.load_job == job.id:
             state.load_job = None
-        if finished.failed_pages:
-            self._prefixes.refuse([job.keys[i] for i in finished.failed_pages])
+        if failed:
+            self._prefixes.refuse(failed)
+            self.counts.failed(failed)
             if state is not None:
                 state.loads = False
             _log.warning(
                 "%d of %d pages could not be loaded for request %s and are recomputed: %s",
-                len(finished.failed_pages),
+                len(failed),
                 job.num_pages,
                 order.request_id,
                 finished.error,

@@ -170,9 +170,23 @@ def start_scheduler(
         num_held_back=compat.held_back_blocks(vllm_config),
         loads=role.is_kv_consumer,
         offers=role.is_kv_producer,
-        sync=options.layerwise,
+        sync=options.layerwise and _hears_in_time(vllm_config),
         audit_every_s=30.0 if options.debug_verify else None,
     )
+
+
+def _hears_in_time(vllm_config: Any) -> bool:
+    """Tell whether vLLM hears that a load within a step failed before it plans the next step. Where it does not, the
+    next step computes with what was not loaded, and its tokens and pages stand."""
+    parallel = vllm_config.parallel_config
+    if not vllm_config.scheduler_config.async_scheduling and parallel.pipeline_parallel_size == 1:
+        return True
+    _log.warning(
+        "kvhoist: layerwise has no effect: this engine plans a step before it hears of the one before, so that a load "
+        "that fails within a step would be heard of too late. Use --no-async-scheduling without pipeline parallelism, "
+        "or leave layerwise out, which gives full CUDA graphs back."
+    )
+    return False
 
 
 def _agreed(reports: Sequence[WorkerReport], ranks_a_stage: int) -> list[WorkerReport]:

@@ -1,0 +1,115 @@
+"""Resets where vLLM cannot let go of everything, and stores that hang: no stale page, no step that waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_harness import SimEngine, generate, prompt_of
+from vllm_harness_faults import Gate, copy_faults, store_faults
+from vllm_harness_kv import HAS_LAYOUTS
+from vllm_harness_kvhoist import audit, host_pages, settle
+
+from kvhoist import early_persist
+from kvhoist.messages import JobKind
+
+Sim = Callable[..., SimEngine]
+PROMPT = prompt_of("a", 33)
+
+
+def loading_again(engine: SimEngine) -> list[str]:
+    """Names of requests that were preempted and are loading what they had."""
+    requests = engine.scheduler.requests.items()
+    return [name for name, one in requests if one.num_preemptions and one.status.name == "WAITING_FOR_REMOTE_KVS"]
+
+
+def test_pages_of_the_old_weights_that_a_preempted_request_is_loading_are_not_offered_anew(sim: Sim) -> None:
+    engine = sim(blocks=20, max_seqs=4)
+    gate = Gate()
+    with copy_faults(gate, kinds=[JobKind.LOAD]):
+        names = [engine.add(prompt_of(str(i), 25), 30) for i in range(4)]
+        gate.close()
+        engine.run(lambda: bool(loading_again(engine)))
+        (loading,) = loading_again(engine)
+        engine.abort(*(name for name in names if name != loading and not engine.told[name].is_over))
+        assert not engine.reset(connector=True)
+        gate.open()
+        settle(engine)
+    assert host_pages(engine) == 0
+
+
+def test_hits_on_blocks_that_vllm_could_not_forget_are_not_offered_under_the_new_weights(sim: Sim) -> None:
+    engine = sim()
+    running = engine.add(PROMPT, 40)
+    engine.run(lambda: len(engine.told[running].tokens) > 2)
+    assert not engine.reset(connector=True)
+
+    assert engine.ask(PROMPT, 2).num_local == 32
+    settle(engine)
+    assert host_pages(engine) == 0
+
+    assert engine.reset(connector=True)
+    engine.ask(PROMPT, 2)
+    assert engine.ask(PROMPT + generate(PROMPT, 1) + prompt_of("b", 20), 2).num_local == 32
+    settle(engine)
+    assert host_pages(engine) == 6, "after a whole reset local hits are offered again"
+
+
+@pytest.mark.parametrize("v2", [False, *([True] if HAS_LAYOUTS else [])])
+def test_what_a_reset_preempted_is_computed_and_offered_anew(sim: Sim, v2: bool) -> None:
+    engine = sim(v2=v2)
+    engine.add(PROMPT, 8)
+    for _ in range(3):
+        engine.step()
+    assert engine.reset(running=True, connector=True)
+    settle(engine)
+    assert host_pages(engine) == 5
+
+
+def test_a_write_that_hangs_in_storage_never_holds_up_a_step(
+    sim: Sim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reset forgets pages that are on their way to storage. Their host pages are filled again, but for that one that
+    storage does not give back."""
+    monkeypatch.setattr(early_persist, "_MOST_WAIT_S", 0.05)
+    engine = sim({"storage": f"file:{tmp_path}"}, pages=4)
+    put, offload = Gate(), Gate()
+    with store_faults("put", put), copy_faults(offload, kinds=[JobKind.OFFLOAD]):
+        put.close()
+        offload.close()
+        engine.add(PROMPT, 4)
+        engine.run(lambda: offload.waiting > 0)
+        engine.reset(connector=True)
+        offload.open()
+        for i in range(8):
+            engine.ask(prompt_of(str(i), 33), 4)
+        audit(engine)
+        put.open()
+        settle(engine)
+
+
+PLANS_AHEAD: list[dict[str, Any]] = [
+    {"async_scheduling": True},
+    {"async_scheduling": True, "late": True},
+    *([{"pp": 2, "late": True}] if HAS_LAYOUTS else []),
+]
+
+
+@pytest.mark.parametrize("engine_options", PLANS_AHEAD, ids=str)
+@pytest.mark.parametrize("failed", [0, 3])
+@pytest.mark.parametrize("more_tokens", [1, 60])
+def test_a_layerwise_load_that_fails_is_never_computed_with_by_a_step_planned_ahead(
+    sim: Sim, engine_options: dict[str, Any], failed: int, more_tokens: int
+) -> None:
+    engine = sim({"layerwise": True}, max_batched=32, blocks=64, **engine_options)
+    engine.ask(PROMPT, 1)
+    settle(engine)
+    assert engine.reset()
+    prompt = PROMPT[:32] + prompt_of("b", more_tokens)
+    with copy_faults(lambda job, rank: [failed], kinds=[JobKind.LOAD]):
+        engine.ask(prompt, 20)
+        settle(engine)
+    assert engine.reset()
+    engine.ask(prompt + generate(prompt, 20), 2)
