@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
+import os
 import random
 import threading
 import time
@@ -113,13 +115,24 @@ def corrupt_host_pages(engine: Any, pages: Sequence[int] | None = None, rank: in
 
 
 def corrupt_folder(folder: Path) -> int:
-    """Flip a byte every 256 in all that a store's folder holds; returns how many files were changed."""
+    """Flip a byte every 256 in what a store's segments hold; returns how many files were changed."""
     changed = 0
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.stat().st_size >= 4096:
-            data = bytearray(path.read_bytes())
-            for at in range(128, len(data), 256):
-                data[at] ^= 0xFF
-            path.write_bytes(data)
-            changed += 1
+    for path in sorted(folder.rglob("*.seg")):
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+            for first, end in _extents(file.fileno()):
+                for at in range(first + 128, end, 256):
+                    data[at] ^= 0xFF
+        changed += 1
     return changed
+
+
+def _extents(file: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a sparse file that were written."""
+    end = 0
+    while True:
+        try:
+            first = os.lseek(file, end, os.SEEK_DATA)
+        except OSError:  # no data beyond
+            return
+        end = os.lseek(file, first, os.SEEK_HOLE)
+        yield first, end
