@@ -60,17 +60,17 @@ def test_streams_and_hang_ups_leave_the_books_right_and_a_restart_finds_their_pa
     chats = _chats()
     with VllmServer(_options(model, tmp_path, "first", dtype=dtype)) as server:
         processes = processes_of(server)
-        answers = stream_all(server, chats, 8)
+        answers = stream_all(server, chats, 4)
         shared = shared_memory(processes)
         assert all(answer.finished and answer.text for answer in answers)
         for chat, answer in zip(chats, answers, strict=True):
             chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And who painted it?"}]
-        again = stream_all(server, chats, 40, hang_up=HANG_UP)
+        again = stream_all(server, chats, 24, hang_up=HANG_UP)
         assert [answer.finished for answer in again] == [i not in HANG_UP for i in range(NUM_CHATS)]
         idle = server.metrics_when(
             lambda m: m.total("vllm:num_requests_running") + m.total("vllm:num_requests_waiting") == 0
         )
-        assert idle.total("vllm:generation_tokens_total") < NUM_CHATS * (8 + 40) - len(HANG_UP)
+        assert idle.total("vllm:generation_tokens_total") < NUM_CHATS * (4 + 24) - len(HANG_UP)
         (last,) = stream_all(server, chats[:1], 8)
         assert last.cached_tokens > 0
         found = server.metrics()
