@@ -91,9 +91,7 @@ class Load:
             self.answers[prompt] = tokens
 
     def _reset(self, opened: Engine) -> None:
-        running = self.draw.random() < 0.5 and not any(
-            request.status.name == "WAITING_FOR_REMOTE_KVS" for request in opened.scheduler.requests.values()
-        )
+        running = self.draw.random() < 0.5 and not _holds_blocks_outside_of_the_batch(opened)
         opened.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=self.draw.random() < 0.5)
         self.counts["resets"] += 1
 
@@ -144,6 +142,15 @@ def _check(opened: Engine) -> None:
     assert opened.counter("vllm:kvhoist_failed_pages", kind="load") == 0
     pool = opened.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "vLLM's null block is the only one in use"
+
+
+def _holds_blocks_outside_of_the_batch(opened: Engine) -> bool:
+    """Tell whether a request that loads, or was aborted while it did, has blocks: vLLM cannot reset under those."""
+    manager = opened.scheduler.kv_cache_manager
+    return any(
+        request.status.name != "RUNNING" and any(manager.get_block_ids(name))
+        for name, request in opened.scheduler.requests.items()
+    )
 
 
 def _resident_bytes() -> int:
