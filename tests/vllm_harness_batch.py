@@ -84,6 +84,7 @@ class SimBatch:
         self._requests: dict[str, _Request] = {}
         self._batch: set[str] = set()
         self._planned: list[_Planned] = []
+        self._fresh: dict[str, int] = {}
 
     def sample(self) -> tuple[list[str], list[list[int]], list[list[int]]]:
         """Return the ids of the step's requests, what is sampled for each, and what is drafted to follow."""
@@ -112,7 +113,7 @@ class SimBatch:
         self._batch = set(output.num_scheduled_tokens)
         scheduled = output.num_scheduled_tokens
         self._planned = [self._plan(name, count, computed[name], output) for name, count in scheduled.items()]
-        self._scribble(computed, fresh)
+        self._fresh = fresh
 
     def _update_cached(self, name: str, i: int, cached: Any) -> int:
         """Update a request that this rank knows; returns the index of its first block that is new to it."""
@@ -152,11 +153,11 @@ class SimBatch:
             )
         return _Planned(name, request, start, stop, num_drafts, drafts, states[:stop])
 
-    def _scribble(self, computed: dict[str, int], fresh: dict[str, int]) -> None:
+    def scribble(self) -> None:
         """Fill the blocks that this step begins to write with garbage: whoever still reads them copies that."""
         size = self.kv.block_tokens
         for planned in self._planned:
-            first = max(-(-planned.start // size), fresh[planned.request_id])
+            first = max(-(-planned.start // size), self._fresh[planned.request_id])
             blocks = planned.request.blocks[first:]
             if blocks:
                 self.kv.fill(blocks, _GARBAGE)

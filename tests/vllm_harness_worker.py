@@ -128,12 +128,14 @@ class SimWorker:
         """Run a step up to sampling; its output where nothing is to be sampled."""
         if self.connector is None:
             self.batch.update(output)
+            self.batch.scribble()
             self.batch.forward(self.connector)
             return EMPTY_MODEL_RUNNER_OUTPUT if not output.total_num_scheduled_tokens else None
         if self.setup.v2:
             return self._execute_v2(output)
         self.connector.handle_preemptions(output.kv_connector_metadata)
         self.batch.update(output)
+        self.batch.scribble()
         if not output.total_num_scheduled_tokens:
             return Mixin.kv_connector_no_forward(output, self.vllm_config)
         with (
@@ -150,6 +152,7 @@ class SimWorker:
         self.batch.update(output)
         with set_forward_context(None, self.vllm_config, num_tokens=output.total_num_scheduled_tokens):
             self._runner.pre_forward(output)
+            self.batch.scribble()  # this runner's hook comes after it has updated its states
             self.batch.forward(self.connector)
             self._runner.finish_forward()
         self._kv_output = self._runner.post_forward(output.finished_req_ids)

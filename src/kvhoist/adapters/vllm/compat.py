@@ -10,6 +10,7 @@
 | speculation spoils the last block of a hit | `use_eagle()` | `use_eagle_block_drop()` |
 | ranks known at the handshake | those of the last pipeline stage | all |
 | scheduler's stats | taken only with a worker's | taken |
+| new blocks are zeroed | for Mamba | for Mamba and KV of several precisions; by the second runner, before the hooks |
 | sources of hits | none | `CacheHitSource` |
 """
 
@@ -88,6 +89,13 @@ def kv_replicas(kv_cache_config: Any) -> int | None:
 def has_dynamic_scales(vllm_config: Any) -> bool:
     """Tell whether K and V scales are computed from the first tokens seen, and so differ from start to start."""
     return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
+
+
+def zeroes_before_hooks(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Tell whether the model runner zeroes blocks that a step gives away before any hook of the step: an offload that
+    still reads one of them cannot be waited for."""
+    second_runner = getattr(vllm_config, "use_v2_model_runner", False)
+    return bool(second_runner and getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def attention_layer(vllm_config: Any, layer_name: str) -> Any:

@@ -193,7 +193,7 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
     def _check(self) -> None:
         if self._options is not None:
             start.served_group(self._kv_cache_config)
-            start.check_engine(self._vllm_config, self._options)
+            start.check_engine(self._vllm_config, self._kv_cache_config, self._options)
 
     def _start_scheduler(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
         options = self._options

@@ -70,7 +70,7 @@ def served_group(kv_cache_config: Any) -> tuple[int, Any]:
     return 0, specs[0]
 
 
-def check_engine(vllm_config: Any, options: ConnectorOptions) -> None:
+def check_engine(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> None:
     """Raise ConfigError for settings of vLLM under which a hit could be wrong, or none could ever be."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if not cache.enable_prefix_caching:
@@ -88,6 +88,12 @@ def check_engine(vllm_config: Any, options: ConnectorOptions) -> None:
             "this engine's block hashes are seeded at random: nothing in storage could be a hit after a restart",
             remedy="Set PYTHONHASHSEED=0 (the same for all engines that share the storage), or leave storage out; "
             "newer vLLM releases with --prefix-caching-hash-algo sha256 need neither.",
+        )
+    if compat.zeroes_before_hooks(vllm_config, kv_cache_config):
+        raise ConfigError(
+            "vLLM's second model runner zeroes blocks of this model, whose KV has several precisions, before kvhoist "
+            "can finish reading them",
+            remedy="Set VLLM_USE_V2_MODEL_RUNNER=0, or cache all layers in one --kv-cache-dtype.",
         )
     if parallel.pipeline_parallel_size > 1 and not compat.KNOWS_ALL_RANKS:
         raise ConfigError("pipeline parallelism needs a newer vLLM (0.32)", got=parallel.pipeline_parallel_size)
