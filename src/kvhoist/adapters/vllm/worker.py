@@ -221,7 +221,7 @@ class WorkerSide:
         except Exception:
             _log.warning("kvhoist: the store cannot say which namespaces it holds", exc_info=True)
             return
-        if known and ours.digest not in known:
+        if known and ours.digest not in known and "reset" not in fields:
             nearest = min((ours.differs_from(Namespace.from_fields(other)) for other in known.values()), key=len)
             _log.warning(
                 "kvhoist: the store holds pages of other namespaces only: no hits from it; the nearest differs in %s",
