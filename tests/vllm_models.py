@@ -199,8 +199,10 @@ def _register_kernels_once(patch: pytest.MonkeyPatch) -> None:
 def engine(checkpoint: Path, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
     """Start an engine and check at the end that its cache's books add up. What vLLM changes in the process while it
     runs (torch.set_num_threads does nothing, environment variables) is put back."""
+    from vllm import envs
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
+    envs.disable_envs_cache()  # an engine before this one may have had vLLM remember its environment
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")

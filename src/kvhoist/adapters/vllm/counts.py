@@ -10,6 +10,7 @@ from kvhoist.control.directory_events import Event
 from kvhoist.control.explain import MissKind
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.tiers import Tier
+from kvhoist.messages import LEFT_OUT, Job
 
 _MOST_GONE = 1 << 16
 
@@ -20,8 +21,8 @@ GAUGES = ("host_capacity_pages", "host_free_pages", "host_ready_pages", "host_fi
 
 
 class SchedulerCounts:
-    """Counts since the start, handed out as differences. A miss is counted once a request, when it is first scheduled,
-    in tokens that whole blocks below its last token hold and no tier brought."""
+    """Counts since the start, handed out as differences. A hit is counted when its load is done. A miss is counted once
+    a request, when it is first scheduled, in tokens that whole blocks below its last token hold and no tier brought."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -40,16 +41,19 @@ class SchedulerCounts:
         found = state.found_blocks
         num_blocks = (state.request.num_tokens - 1) // shape.block_tokens
         missing = (num_blocks - found.stop) * shape.block_tokens
-        if missing <= 0:
+        if missing <= 0 or state.request.num_preemptions:
             state.missed = None
             return
         page = found.stop // per_page
         state.missed = (self._reason(space, state, keys[page]) if page < len(keys) else MissKind.REMAINDER, missing)
 
-    def hit(self, state: RequestState, blocks: range, shape: PageShape) -> None:
-        """Count a load that was started for the device blocks `blocks` of a request."""
-        for tier, num_tokens in self.tokens_by_tier(state, blocks, shape).items():
-            self.add({f"hit_tokens.{tier}": num_tokens})
+    def loaded(self, job: Job, tiers: Sequence[Tier], failed_pages: frozenset[int], shape: PageShape) -> None:
+        """Count what a finished load brought; page `i` was found in `tiers[i]`."""
+        per_page = shape.blocks_per_page
+        for i, tier in enumerate(tiers):
+            if i not in failed_pages:
+                blocks = job.device_blocks[i * per_page : (i + 1) * per_page]
+                self.add({f"hit_tokens.{tier}": shape.block_tokens * sum(block != LEFT_OUT for block in blocks)})
 
     def tokens_by_tier(self, state: RequestState, blocks: range, shape: PageShape) -> dict[Tier, int]:
         """Return how many tokens of `blocks` were found in host memory, and how many were fetched for this request."""

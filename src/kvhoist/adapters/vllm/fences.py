@@ -12,7 +12,8 @@ class Fences:
 
     vLLM frees and reuses blocks without asking. Instead of holding them back, a step that writes a block again is told
     to wait for the offload that reads it: blocks are never kept, so that nothing in flight can exhaust the pool, keep
-    an idle engine awake, or make `reset_prefix_cache` fail.
+    an idle engine awake, or make `reset_prefix_cache` fail. Of several jobs that read a block the last one is named:
+    a rank does its offloads in order.
     """
 
     def __init__(self) -> None:

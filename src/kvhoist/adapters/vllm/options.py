@@ -32,7 +32,8 @@ class ConnectorOptions:
     lookup_timeout_s, prefetch_timeout_s: how long a request may wait for storage to say what it holds, and to bring it.
     io_threads, max_queued_pages, history_pages, io_backend, debug_verify: as in CacheConfig, for each rank.
     on_error: what a problem at the start does: `fail` stops the engine, `disable` starts it without the cache.
-    drain_timeout_s: how long a shutdown waits for pages on their way to storage.
+    drain_timeout_s: how long a shutdown waits for pages on their way to storage; vLLM kills workers that take
+        more than 5 seconds (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS).
     """
 
     host_bytes: int
@@ -52,7 +53,7 @@ class ConnectorOptions:
     io_backend: str = "auto"
     debug_verify: bool = False
     on_error: str = "fail"
-    drain_timeout_s: float = 5.0
+    drain_timeout_s: float = 3.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host_bytes", parse_bytes(self.host_bytes, name="host_bytes"))

@@ -18,7 +18,7 @@ from kvhoist.control.namespace import Namespace
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.tiers import Tier
 from kvhoist.errors import PageIdError
-from kvhoist.messages import JobKind
+from kvhoist.messages import LEFT_OUT, JobKind
 
 _log = logging.getLogger("vllm.kvhoist")
 _NOTHING = ConnectorMetadata()
@@ -98,21 +98,20 @@ class SchedulerSide:
         wanted = state.found_blocks[: num_external_tokens // self._shape.block_tokens]
         first, last = wanted.start // per_page, self._shape.pages_of(wanted.stop)
         ids = blocks.get_block_ids()[self._group_id]
-        device_blocks = [ids[i] if i in wanted else -1 for i in range(first * per_page, last * per_page)]
+        device_blocks = [ids[i] if i in wanted else LEFT_OUT for i in range(first * per_page, last * per_page)]
         job = self.plane.load(self._space, state.keys, first, last, device_blocks, for_whom=request.request_id)
         assert job is not None, "a range of pages that were found ready is not empty"
         state.stop()
         state.load_job = job.id
-        self._open_loads.open(LoadOrder(job, request.request_id, self._sync))
+        tiers = [Tier.STORAGE if page in state.prefetched else Tier.HOST for page in range(first, last)]
+        self._open_loads.open(LoadOrder(job, request.request_id, self._sync), tiers)
         self._given += ids[wanted.start : wanted.stop]
         self.plane.directory.touch(self.plane.directory.match(self._space, state.keys[:last]))
-        self.counts.hit(state, wanted, self._shape)
 
     def hit_tokens_by_tier(self, request: Any, num_external_tokens: int) -> dict[Tier, int]:
         """Return from which tiers the tokens of the load just started come; they add up to `num_external_tokens`."""
-        state = self._states[request.request_id]
-        wanted = state.found_blocks[: num_external_tokens // self._shape.block_tokens]
-        return self.counts.tokens_by_tier(state, wanted, self._shape)
+        state, num_blocks = self._states[request.request_id], num_external_tokens // self._shape.block_tokens
+        return self.counts.tokens_by_tier(state, state.found_blocks[:num_blocks], self._shape)
 
     def build_meta(self, output: Any) -> ConnectorMetadata:
         """Return the orders of the step that `output` describes."""
@@ -282,7 +281,8 @@ class SchedulerSide:
             self.counts.failed(failed)
         if job.kind is not JobKind.LOAD:
             return
-        order = self._open_loads.close(job.id)
+        order, tiers = self._open_loads.close(job.id)
+        self.counts.loaded(job, tiers, finished.failed_pages, self._shape)
         state = self._states.get(order.request_id)
         if state is not None and state.load_job == job.id:
             state.load_job = None

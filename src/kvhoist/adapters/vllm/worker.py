@@ -16,7 +16,7 @@ from kvhoist.adapters.vllm.ranks import Place
 from kvhoist.control.namespace import Namespace
 from kvhoist.errors import KvhoistError, TransferError
 from kvhoist.memory.arena import HostArena
-from kvhoist.messages import Completion, Job, JobKind
+from kvhoist.messages import LEFT_OUT, Completion, Job, JobKind
 from kvhoist.mover import Mover
 from kvhoist.platform.base import Event
 from kvhoist.platform.open import open_platform
@@ -51,6 +51,7 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._unreported: list[Completion] = []
         self._num_mismatches = 0
+        self._closing = False
         with contextlib.ExitStack() as undo:
             self.arena = HostArena(caches.group, host_bytes=host_bytes)
             undo.callback(self.arena.close)
@@ -127,7 +128,7 @@ class WorkerSide:
             per_page = self._group.blocks_per_page
             for page in completion.failed_pages:
                 blocks = order.job.device_blocks[page * per_page : (page + 1) * per_page]
-                self._failed_blocks.update(block for block in blocks if block >= 0)
+                self._failed_blocks.update(block for block in blocks if block != LEFT_OUT)
             if not order.sync:
                 arrived.add(order.request_id)
         return arrived
@@ -150,6 +151,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Let what is on its way to storage arrive, for `drain_timeout_s`, and release everything."""
+        self._closing = True
         timeout_s = self._options.drain_timeout_s
         ended = self._mover.close(drain=True, timeout_s=timeout_s)
         if self._io is not None:
@@ -219,6 +221,8 @@ class WorkerSide:
             known = self._store.namespaces()
             self._io.note_namespace(ours.digest, fields)
         except Exception:
+            if self._closing:
+                return
             _log.warning("kvhoist: the store cannot say which namespaces it holds", exc_info=True)
             return
         if known and ours.digest not in known and "reset" not in fields:
