@@ -32,18 +32,19 @@ _T_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 
 @dataclass(frozen=True, slots=True)
 class ThroughputOptions:
-    """The model and its load. `host_bytes` is the host tier of the arms that have one; `arms` are those that are
-    compared with an engine without a connector."""
+    """The model and its load. `host_bytes` is the host tier of the arms that have one, so small that it is full, and
+    its memory backed, after `warm_up_windows`; `arms` are compared with an engine without a connector."""
 
     model: Path
     dtype: str
     rounds: int = 10
-    windows: int = 3
+    windows: int = 2
     requests: int = 8
     prompt_tokens: int = 192
     new_tokens: int = 32
     block_tokens: int = 32
-    host_bytes: str = "512MiB"
+    host_bytes: str = "128MiB"
+    warm_up_windows: int = 5
     arms: tuple[str, ...] = ("host", "host and disk")
 
     @property
@@ -60,11 +61,13 @@ def run(options: ThroughputOptions, on_step: Callable[[str], None] = lambda _: N
         for name, connector in _connectors(options, Path(scratch)).items():
             arms[name] = _Arm(_spec(options, connector), Path(scratch) / f"{name}.log")
             running.callback(arms[name].close)
-        _round(arms, range(1))
+        warm = options.warm_up_windows
+        _round(arms, range(warm))
         rounds = []
-        for number in range(1, options.rounds + 1):
-            on_step(f"round {number} of {options.rounds}")
-            rounds.append(_round(arms, range(number * options.windows, (number + 1) * options.windows)))
+        for number in range(options.rounds):
+            on_step(f"round {number + 1} of {options.rounds}")
+            first = warm + number * options.windows
+            rounds.append(_round(arms, range(first, first + options.windows)))
     names = list(arms)
     results = [_result(name, rounds) for name in names[1:]]
     return {
@@ -199,6 +202,9 @@ def _result(name: str, rounds: list[dict[str, dict[str, float]]]) -> dict[str, A
         "median_ratio": round(statistics.median(ratios), 4),
         "cpu_ratio": round(cpu_mean, 4),
         "cpu_interval": [round(cpu_mean - cpu_half, 4), round(cpu_mean + cpu_half, 4)],
+        "kvhoist_cpu_share": round(
+            statistics.mean(one[name]["kvhoist_cpu_s"] / one[name]["cpu_s"] for one in rounds), 4
+        ),
         "ratios": [round(ratio, 4) for ratio in ratios],
         "tokens_per_s": round(statistics.median(_rate(one[name]) for one in rounds), 2),
         "cached_tokens": int(sum(one[name]["cached_tokens"] for one in rounds)),

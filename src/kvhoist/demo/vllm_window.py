@@ -6,17 +6,25 @@ when the engine stands, then for every line (a seed) that comes on stdin. What l
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 _QUIET_S = 0.1
 _MOST_BUSY = 0.05
 _LONGEST_DRAIN_S = 60.0
+_OUR_THREADS = "kvhoist"
+
+hooks_s = 0.0
+"""CPU seconds of the engine's own thread in the connector's methods, since `time_hooks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +45,46 @@ class WindowSpec:
         return json.dumps(asdict(self))
 
 
+def time_hooks() -> None:
+    """Have every call of KvhoistConnector's methods counted in `hooks_s`. Calls within calls count once."""
+    from kvhoist.adapters.vllm import KvhoistConnector
+
+    inside = False
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            global hooks_s
+            if inside:
+                return method(*args, **kwargs)
+            inside, began = True, time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                hooks_s += time.thread_time() - began
+                inside = False
+
+        return call
+
+    for name, member in list(vars(KvhoistConnector).items()):
+        if not name.startswith("_") and callable(member):
+            setattr(KvhoistConnector, name, timed(member))
+
+
+def background_s() -> float:
+    """Return the CPU seconds of kvhoist's own threads so far."""
+    ids = [thread.native_id for thread in threading.enumerate() if thread.name.startswith(_OUR_THREADS)]
+    return sum(int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]) for number in ids) / 1e9
+
+
 def make_engine(spec: WindowSpec) -> Any:
     """Start vLLM in this process."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
+    if spec.connector:
+        time_hooks()
     return LLM(
         spec.model,
         dtype=spec.dtype,
@@ -58,7 +101,8 @@ def make_engine(spec: WindowSpec) -> Any:
 
 
 def generate(engine: Any, spec: WindowSpec, seed: int) -> dict[str, float]:
-    """Run one window; returns its seconds, and CPU seconds with what the window left to do."""
+    """Run one window; returns its seconds, and CPU seconds with what the window left to do: of the whole process, and
+    of these in kvhoist."""
     from vllm import SamplingParams
 
     vocabulary = engine.llm_engine.model_config.get_vocab_size()
@@ -67,6 +111,7 @@ def generate(engine: Any, spec: WindowSpec, seed: int) -> dict[str, float]:
         {"prompt_token_ids": rng.choices(range(10, vocabulary), k=spec.prompt_tokens)} for _ in range(spec.requests)
     ]
     sampling = SamplingParams(temperature=0, max_tokens=spec.new_tokens, ignore_eos=True, detokenize=False)
+    ours_began = hooks_s + background_s()
     began, cpu_began = time.perf_counter(), time.process_time()
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - began
@@ -76,6 +121,7 @@ def generate(engine: Any, spec: WindowSpec, seed: int) -> dict[str, float]:
     return {
         "seconds": seconds,
         "cpu_s": time.process_time() - cpu_began,
+        "kvhoist_cpu_s": hooks_s + background_s() - ours_began,
         "drain_s": drained,
         "tokens": num_tokens,
         "cached_tokens": cached,

@@ -193,6 +193,7 @@ def test_the_script_runs_in_the_environment_of_vllm_or_says_how() -> None:
     assert "pip install" in result.stderr
 
 
+@pytest.mark.timeout(600)
 def test_a_smoke_run_plays_the_trace_on_the_cpu_and_says_why_the_native_arm_is_left_out(tmp_path: Path) -> None:
     """Two real servers of a tiny model."""
     picture = tmp_path / "picture.png"
@@ -202,7 +203,7 @@ def test_a_smoke_run_plays_the_trace_on_the_cpu_and_says_why_the_native_arm_is_l
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout)
