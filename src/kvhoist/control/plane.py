@@ -11,14 +11,13 @@ from kvhoist.control.flights import Flights
 from kvhoist.control.jobs import Finished, JobTracker
 from kvhoist.control.lookups import Lookups
 from kvhoist.control.namespace import Namespace
+from kvhoist.control.offers import Offer, Offers
 from kvhoist.control.paths import branches, path, runs
-from kvhoist.control.policy import HitCounter, WritePolicy, WriteWhen
+from kvhoist.control.policy import WritePolicy, WriteWhen
 from kvhoist.control.tiers import Tier
 from kvhoist.errors import PageIdError
 from kvhoist.geometry import CacheGroup
 from kvhoist.messages import Completion, Job, JobKind
-
-_MOST_LEFT_OUT = 1 << 16
 
 
 class ControlPlane:
@@ -48,8 +47,7 @@ class ControlPlane:
         self.has_storage = has_storage
         self.tracker = JobTracker(num_ranks)
         self.flights = Flights(directory, self.tracker, device_owned=device_owned)
-        self._hits = HitCounter(max_keys=1 << 18)
-        self._left_out: set[bytes] = set()
+        self._offers = Offers(directory, policy, group.blocks_per_page)
         self.lookups = Lookups(self.flights, clock, lookup_ttl_s)
 
     def space(self, namespace: Namespace, group_index: int = 0) -> Space:
@@ -77,15 +75,8 @@ class ControlPlane:
         """
         if device_blocks is None:
             return self._offload_owned(space, keys, start, stop, for_whom)
-        entries = self.directory.reserve(space, keys, start, stop, Tier.HOST, for_whom=for_whom)
-        self._note_left_out(space, keys, start, stop)
-        index = {key: i for i, key in enumerate(keys[start:stop])}
-        per_page = self.group.blocks_per_page
-        blocks: list[int] = []
-        for entry in entries:
-            first = index[entry.key] * per_page
-            blocks.extend(device_blocks[first : first + per_page])
-        return self.flights.send(JobKind.OFFLOAD, space, entries, blocks)
+        offer = Offer(keys, start, stop, device_blocks, for_whom)
+        return self.flights.send(JobKind.OFFLOAD, space, *self._offers.reserve(space, offer))
 
     def write(
         self,
@@ -99,24 +90,28 @@ class ControlPlane:
     ) -> Job | None:
         """Offload what the write policy wants offloaded of keys[start:stop], ready device pages. Each call is an offer:
         for `write_through_selective`, every further one of the same page is a hit."""
-        if self.policy.when is WriteWhen.WRITE_BACK:
-            return None
-        if self.policy.when is WriteWhen.WRITE_THROUGH_SELECTIVE:
-            wanted = self._count_hits(space, keys, start, stop)
-            if wanted < stop:
-                reason = f"write_through_selective waits for {self.policy.min_hits} hits"
-                self.directory.note_skipped(space, keys[wanted:stop], reason)
-            stop = wanted
-            if start >= stop:
-                return None
-        return self.offload(space, keys, start, stop, device_blocks, for_whom=for_whom)
+        stop = self._offers.wanted(space, keys, start, stop)
+        return self.offload(space, keys, start, stop, device_blocks, for_whom=for_whom) if start < stop else None
+
+    def write_all(self, space: Space, offers: Sequence[Offer]) -> Job | None:
+        """As `write`, for pages of several requests on a foreign device: one job for all of them."""
+        entries: list[Entry] = []
+        blocks: list[int] = []
+        try:
+            for offer in offers:
+                stop = self._offers.wanted(space, offer.keys, offer.start, offer.stop)
+                if offer.start < stop:
+                    reserved, read = self._offers.reserve(space, offer._replace(stop=stop))
+                    entries += reserved
+                    blocks += read
+        except BaseException:
+            self.directory.fail(entries, Tier.HOST, "offload: room for other pages could not be made")
+            raise
+        return self.flights.send(JobKind.OFFLOAD, space, entries, blocks)
 
     def write_left_out(self, space: Space, keys: Sequence[bytes], stop: int, *, for_whom: str = "") -> list[Job]:
         """Offload those of keys[:stop], ready on an owned device, for which an earlier offload found no room."""
-        if not self._left_out:
-            return []
-        lacking = runs(0, stop, lambda i: keys[i] in self._left_out)
-        self._left_out.difference_update(keys[:stop])
+        lacking = self._offers.take_left_out(keys, stop)
         jobs = [self.offload(space, keys, low, high, for_whom=for_whom) for low, high in lacking]
         return [job for job in jobs if job is not None]
 
@@ -251,7 +246,7 @@ class ControlPlane:
         try:
             for low, high in runs(start, stop, lambda i: self._is_ready(space, keys[i], Tier.DEVICE)):
                 reserved += self.directory.reserve(space, keys, low, high, Tier.HOST, for_whom=for_whom)
-                self._note_left_out(space, keys, low, high)
+                self._offers.note_left_out(space, keys, low, high)
         except BaseException:
             self.directory.fail(reserved, Tier.HOST, "offload: room for later pages could not be made")
             raise
@@ -275,24 +270,3 @@ class ControlPlane:
                 remedy="Prefetch what only storage holds, wait for it, and pin the match meanwhile.",
             )
         return entry
-
-    def _count_hits(self, space: Space, keys: Sequence[bytes], start: int, stop: int) -> int:
-        wanted = start
-        digest, group = space.namespace.digest, space.group
-        for i in range(start, stop):
-            hits = self._hits.add((digest, group, keys[i])) - 1
-            if wanted == i and self.policy.offloads(hits):
-                wanted = i + 1
-        return wanted
-
-    def _note_left_out(self, space: Space, keys: Sequence[bytes], start: int, stop: int) -> None:
-        left = []
-        for key in keys[start:stop]:
-            entry = self.directory.find(space, key)
-            if entry is None or entry.page(Tier.HOST) is None:
-                left.append(key)
-        if left:
-            self.directory.note_skipped(space, left, "the host tier had no page to give: all are pinned or in flight")
-            if len(self._left_out) > _MOST_LEFT_OUT:
-                self._left_out.clear()
-            self._left_out.update(left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
@@ -13,6 +14,7 @@ from kvhoist.control.tiers import Tier
 from kvhoist.messages import LEFT_OUT, Job
 
 _MOST_GONE = 1 << 16
+_PERIOD_S = 0.25
 
 LATE = "late"
 """Miss: storage had not answered, or not brought the pages, in the time that a request may wait."""
@@ -30,6 +32,7 @@ class SchedulerCounts:
         self._told: dict[str, float] = {}
         self._counted = False
         self._num_settled = 0
+        self._next_s = 0.0
         self._gone: dict[bytes, tuple[MissKind, bytes]] = {}
         plane.directory.subscribe(self._note_removed)
 
@@ -83,10 +86,14 @@ class SchedulerCounts:
             self._total[name] = self._total.get(name, 0) + number
 
     def take(self) -> dict[str, float]:
-        """Return what was counted since the last call, and the gauges; nothing where nothing was counted."""
+        """Return what was counted since the last call, and the gauges; nothing where nothing was counted. While jobs
+        are under way it is told four times a second, since telling costs as much as a job."""
         flights = self._plane.flights
         if flights.num_settled == self._num_settled and not self._counted:
             return {}
+        if self._plane.tracker.num_open and time.monotonic() < self._next_s:
+            return {}
+        self._next_s = time.monotonic() + _PERIOD_S
         self._num_settled, self._counted = flights.num_settled, False
         total = self._total
         for kind, counters in flights.counters.items():

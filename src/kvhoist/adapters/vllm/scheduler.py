@@ -15,6 +15,7 @@ from kvhoist.adapters.vllm.prefixes import Prefixes, Waits
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
 from kvhoist.control.jobs import Finished
 from kvhoist.control.namespace import Namespace
+from kvhoist.control.offers import Offer
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.tiers import Tier
 from kvhoist.errors import PageIdError
@@ -160,7 +161,7 @@ class SchedulerSide:
             return
         self._due.pop(request.request_id, None)
         if state.running:
-            self._offer(state)
+            self.plane.write_all(self._space, self._new_pages(state))
 
     def reset(self) -> bool:
         """Forget everything and begin a new namespace: what was cached is of other weights now. False where a load of
@@ -250,26 +251,24 @@ class SchedulerSide:
         """Offer the pages that earlier steps filled, and keep the requests of which this step fills one."""
         page_tokens = self._shape.page_tokens
         done = []
+        self.plane.write_all(self._space, [offer for state in self._due.values() for offer in self._new_pages(state)])
         for request_id, state in self._due.items():
-            self._offer(state)
             computed = state.request.num_computed_tokens + num_scheduled_tokens.get(request_id, 0)
             if computed // page_tokens <= state.next_page:
                 done.append(request_id)
         for request_id in done:
             del self._due[request_id]
 
-    def _offer(self, state: RequestState) -> None:
-        shape = self._shape
+    def _new_pages(self, state: RequestState) -> list[Offer]:
+        """Return the pages that were filled since the last call, as an offer; none where there are none to offer."""
+        shape, first = self._shape, state.next_page
         stop = min(state.num_computed_pages(shape.page_tokens), len(state.blocks) // shape.blocks_per_page)
-        if stop <= state.next_page:
-            return
-        if self._offers and state.offers:
-            keys = state.update_keys(shape.hashes_per_page)
-            stop = min(stop, len(keys))
-            first, last = state.next_page * shape.blocks_per_page, stop * shape.blocks_per_page
-            blocks = state.blocks[first:last]
-            self.plane.write(self._space, keys, state.next_page, stop, blocks, for_whom=state.request.request_id)
-        state.next_page = stop
+        state.next_page = max(first, stop)
+        if stop <= first or not (self._offers and state.offers):
+            return []
+        keys = state.update_keys(shape.hashes_per_page)[:stop]
+        blocks = state.blocks[first * shape.blocks_per_page : stop * shape.blocks_per_page]
+        return [Offer(keys, first, len(keys), blocks, state.request.request_id)] if len(keys) == stop else []
 
     def _settle(self, finished: Finished) -> None:
         job = finished.job
