@@ -35,9 +35,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """A slot that held other bytes than attention had to find there."""
+    """A slot that held other bytes than attention had to find there. `blocks` are all that the request read."""
 
     request_id: str
+    blocks: frozenset[int]
     position: int
     block: int
     layer: str
@@ -194,12 +195,13 @@ class SimBatch:
             same[planned.start :] = True
         if not same.all():
             planned.poisoned = True
+            blocks = frozenset(planned.request.blocks[: -(-planned.stop // self.kv.block_tokens)])
             for position in np.flatnonzero(~same).tolist():
                 block = planned.request.blocks[position // self.kv.block_tokens]
                 if all(one.block != block or one.layer != self.kv.layer_names[i] for one in self.wrong):
                     text = self._whose(i, found[position])
                     layer = self.kv.layer_names[i]
-                    self.wrong.append(Wrong(planned.request_id, position, block, layer, self.rank, text))
+                    self.wrong.append(Wrong(planned.request_id, blocks, position, block, layer, self.rank, text))
 
     def _whose(self, i: int, words: Any) -> str:
         if (words == _GARBAGE).all():

@@ -54,7 +54,6 @@ class SimExecutor(Executor):
         self.workers = [SimWorker(self.vllm_config, self.setup, rank) for rank in range(self.setup.tp * self.setup.pp)]
         self._steps: deque[_Step] = deque()
         self._last: _Step | None = None
-        self._invalid: deque[set[int]] = deque(maxlen=3)
 
     @property
     def max_concurrent_batches(self) -> int:  # asked for by releases before 0.32
@@ -145,11 +144,11 @@ class SimExecutor(Executor):
         return merged
 
     def _judge(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Raise for what attention read wrongly, unless the connector has said that those blocks failed to load."""
+        """Raise for what attention read wrongly. What a step computes for requests that read a block of which the
+        connector says in this very step that its load failed, vLLM drops."""
         found = output.kv_connector_output
-        self._invalid.append(set(found.invalid_block_ids) if found is not None else set())
-        excused = set().union(*self._invalid)
-        wrong = [one for worker in self.workers for one in worker.batch.wrong if one.block not in excused]
+        excused = found.invalid_block_ids if found is not None else set()
+        wrong = [one for worker in self.workers for one in worker.batch.wrong if not one.blocks & excused]
         for worker in self.workers:
             worker.batch.wrong.clear()
         if wrong:

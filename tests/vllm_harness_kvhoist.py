@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from vllm_harness import SimEngine
@@ -20,6 +21,11 @@ PAGE_PITCH = 4096
 
 def host_bytes(num_pages: int, num_ranks: int = 1) -> int:
     return num_pages * PAGE_PITCH * num_ranks
+
+
+def store_in(folder: Path, capacity: str = "16MiB") -> str:
+    """Name a store in `folder`, small, so that its segments are."""
+    return f"file:{folder}?capacity={capacity}"
 
 
 def side(engine: SimEngine) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_harness import SimEngine, generate, prompt_of
 from vllm_harness_faults import Gate, copy_faults, slow_copies, store_faults
-from vllm_harness_kvhoist import audit, host_pages, num_jobs, remembered, settle
+from vllm_harness_kvhoist import audit, host_pages, num_jobs, remembered, settle, store_in
 
 from kvhoist.messages import JobKind
 
@@ -97,11 +97,11 @@ def test_aborted_between_a_load_and_the_step_that_hears_of_it(sim: Sim) -> None:
 
 @pytest.mark.parametrize("waits_for", [JobKind.LOOKUP, JobKind.PREFETCH])
 def test_aborted_while_it_waits_for_storage(sim: Sim, tmp_path: Path, waits_for: JobKind) -> None:
-    engine = sim({"storage": f"file:{tmp_path}"})
+    engine = sim({"storage": store_in(tmp_path)})
     engine.ask(PROMPT, 1)
     settle(engine)
     engine.close()
-    engine = sim({"storage": f"file:{tmp_path}", "lookup_timeout_s": 60, "prefetch_timeout_s": 60})
+    engine = sim({"storage": store_in(tmp_path), "lookup_timeout_s": 60, "prefetch_timeout_s": 60})
     gate = Gate()
     method = "exists" if waits_for is JobKind.LOOKUP else "get"
     with store_faults(method, gate):
@@ -171,7 +171,7 @@ def test_a_preempted_request_is_never_offered_from_blocks_it_has_lost(sim: Sim) 
 
 
 def test_a_reset_of_the_connector_forgets_all_pages_of_the_old_weights(sim: Sim, tmp_path: Path) -> None:
-    engine = sim({"storage": f"file:{tmp_path}"})
+    engine = sim({"storage": store_in(tmp_path)})
     engine.ask(PROMPT, 3)
     settle(engine)
     assert host_pages(engine) == 4

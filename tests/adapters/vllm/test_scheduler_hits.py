@@ -10,7 +10,7 @@ from vllm_harness import LAYOUTS, SimEngine, generate, prompt_of
 from vllm_harness_executor import KvMismatch
 from vllm_harness_faults import Gate, copy_faults, corrupt_host_pages, slow_copies
 from vllm_harness_kv import HAS_LAYOUTS
-from vllm_harness_kvhoist import host_pages, movers, num_jobs, parts_of, settle, side
+from vllm_harness_kvhoist import host_pages, movers, num_jobs, parts_of, settle, side, store_in
 
 from kvhoist.messages import JobKind
 
@@ -168,7 +168,7 @@ def test_every_layout_and_page_size_gives_the_same_bytes_back(sim: Sim, layout: 
 def test_ranks_that_hold_the_same_and_ranks_that_do_not(
     sim: Sim, tmp_path: Any, engine_options: dict[str, Any]
 ) -> None:
-    engine = sim({"storage": f"file:{tmp_path}"}, **engine_options)
+    engine = sim({"storage": store_in(tmp_path)}, **engine_options)
     prompt = prompt_of("a", 41)
     engine.ask(prompt, 1)
     settle(engine)

@@ -12,7 +12,7 @@ import pytest
 from vllm_harness import SimEngine, prompt_of
 from vllm_harness_faults import Gate, copy_faults, corrupt_folder, store_faults
 from vllm_harness_kv import HAS_LAYOUTS
-from vllm_harness_kvhoist import assert_nothing_kept, end, host_pages, num_jobs, parts_of, settle, wait_for
+from vllm_harness_kvhoist import assert_nothing_kept, end, host_pages, num_jobs, parts_of, settle, store_in, wait_for
 
 from kvhoist.errors import StorageError
 from kvhoist.messages import JobKind
@@ -30,7 +30,7 @@ def stored(engine: SimEngine) -> list[int]:
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 def test_a_restarted_engine_hits_from_disk(sim: Sim, tmp_path: Path, ranks: dict[str, int], layerwise: bool) -> None:
-    settings = {"storage": f"file:{tmp_path}", "layerwise": layerwise}
+    settings = {"storage": store_in(tmp_path), "layerwise": layerwise}
     engine = sim(settings, **ranks)
     for i in range(4):
         engine.ask(prompt_of(str(i), 37), 6)
@@ -45,7 +45,7 @@ def test_a_restarted_engine_hits_from_disk(sim: Sim, tmp_path: Path, ranks: dict
 
 
 def test_an_idle_engine_drains_to_storage_without_a_further_step(sim: Sim, tmp_path: Path) -> None:
-    engine = sim({"storage": f"file:{tmp_path}"}, tp=2)
+    engine = sim({"storage": store_in(tmp_path)}, tp=2)
     for i in range(3):
         engine.add(prompt_of(str(i), 33), 8)
     engine.run()
@@ -55,29 +55,29 @@ def test_an_idle_engine_drains_to_storage_without_a_further_step(sim: Sim, tmp_p
 
 
 def test_a_shutdown_right_after_the_last_request_loses_nothing(sim: Sim, tmp_path: Path) -> None:
-    engine = sim({"storage": f"file:{tmp_path}"})
+    engine = sim({"storage": store_in(tmp_path)})
     engine.ask(prompt_of("a", 33), 8)
     engine.run()
     engine.close()
-    engine = sim({"storage": f"file:{tmp_path}"})
+    engine = sim({"storage": store_in(tmp_path)})
     assert engine.ask(prompt_of("a", 41), 1).num_external == 32, "generated tokens differ, the prompt is there"
 
 
 def test_an_engine_killed_between_steps_leaves_a_folder_that_serves(sim: Sim, tmp_path: Path) -> None:
-    engine = sim({"storage": f"file:{tmp_path}"})
+    engine = sim({"storage": store_in(tmp_path)})
     for i in range(8):
         engine.add(prompt_of(str(i), 33), 8)
     for _ in range(12):
         engine.step()
     engine.close()
-    engine = sim({"storage": f"file:{tmp_path}"})
+    engine = sim({"storage": store_in(tmp_path)})
     for i in range(8):
         engine.ask(prompt_of(str(i), 33), 8)
 
 
 def test_a_lookup_never_blocks_a_step(sim: Sim, tmp_path: Path) -> None:
     """While storage does not answer, others run at full speed, and the request that waits is computed in the end."""
-    engine = sim({"storage": f"file:{tmp_path}", "lookup_timeout_s": 0.3})
+    engine = sim({"storage": store_in(tmp_path), "lookup_timeout_s": 0.3})
     gate = Gate()
     with store_faults("exists", gate):
         gate.close()
@@ -96,7 +96,7 @@ def test_a_lookup_never_blocks_a_step(sim: Sim, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["get", "exists"])
 def test_what_storage_brings_too_late_is_recomputed_and_serves_the_next(sim: Sim, tmp_path: Path, method: str) -> None:
-    settings: dict[str, Any] = {"storage": f"file:{tmp_path}", "lookup_timeout_s": 0.1, "prefetch_timeout_s": 0.1}
+    settings: dict[str, Any] = {"storage": store_in(tmp_path), "lookup_timeout_s": 0.1, "prefetch_timeout_s": 0.1}
     engine = sim(settings)
     engine.ask(PROMPT, 1)
     end(engine)
@@ -112,7 +112,7 @@ def test_what_storage_brings_too_late_is_recomputed_and_serves_the_next(sim: Sim
 
 
 def test_64_requests_that_only_storage_can_serve_cause_one_prefetch_and_one_load(sim: Sim, tmp_path: Path) -> None:
-    settings = {"storage": f"file:{tmp_path}", "lookup_timeout_s": 30}
+    settings = {"storage": store_in(tmp_path), "lookup_timeout_s": 30}
     engine = sim(settings, blocks=48)
     engine.ask(prompt_of("a", 64), 1)
     end(engine)
@@ -127,7 +127,7 @@ def test_64_requests_that_only_storage_can_serve_cause_one_prefetch_and_one_load
 
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 def test_a_corrupted_folder_is_a_miss_that_is_stored_anew(sim: Sim, tmp_path: Path, ranks: dict[str, int]) -> None:
-    settings = {"storage": f"file:{tmp_path}"}
+    settings = {"storage": store_in(tmp_path)}
     engine = sim(settings, **ranks)
     engine.ask(PROMPT, 3)
     end(engine)
@@ -141,7 +141,7 @@ def test_a_corrupted_folder_is_a_miss_that_is_stored_anew(sim: Sim, tmp_path: Pa
 
 
 def test_a_page_that_one_rank_lacks_is_a_miss_of_that_page_on_all(sim: Sim, tmp_path: Path) -> None:
-    settings = {"storage": f"file:{tmp_path}"}
+    settings = {"storage": store_in(tmp_path)}
     engine = sim(settings, tp=2)
     engine.ask(PROMPT, 1)
     settle(engine)
@@ -165,7 +165,7 @@ def chain_of(engine: SimEngine, prompt: list[int]) -> list[bytes]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_prefetch_that_fails_on_one_rank_is_recomputed(sim: Sim, tmp_path: Path, rank: int) -> None:
-    settings = {"storage": f"file:{tmp_path}"}
+    settings = {"storage": store_in(tmp_path)}
     engine = sim(settings, tp=2)
     engine.ask(PROMPT, 1)
     end(engine)
@@ -183,7 +183,7 @@ def test_a_prefetch_that_fails_on_one_rank_is_recomputed(sim: Sim, tmp_path: Pat
 
 @pytest.mark.parametrize("method", ["put", "get", "exists"])
 def test_a_store_that_raises_costs_hits_and_nothing_else(sim: Sim, tmp_path: Path, method: str) -> None:
-    settings = {"storage": f"file:{tmp_path}"}
+    settings = {"storage": store_in(tmp_path)}
     engine = sim(settings)
     engine.ask(prompt_of("before", 33), 1)
     end(engine)
@@ -203,7 +203,7 @@ def test_a_store_that_raises_costs_hits_and_nothing_else(sim: Sim, tmp_path: Pat
 
 def test_a_stuck_store_holds_back_neither_requests_nor_host_pages_for_ever(sim: Sim, tmp_path: Path) -> None:
     """Host pages that wait to be stored are pinned. With a store that takes nothing the cache still serves."""
-    engine = sim({"storage": f"file:{tmp_path}", "max_queued_pages": 4, "io_threads": 2}, pages=24)
+    engine = sim({"storage": store_in(tmp_path), "max_queued_pages": 4, "io_threads": 2}, pages=24)
     gate = Gate()
     with store_faults("put", gate):
         gate.close()
@@ -217,7 +217,7 @@ def test_a_stuck_store_holds_back_neither_requests_nor_host_pages_for_ever(sim: 
 
 
 def test_a_full_disk_budget_evicts_and_goes_on(sim: Sim, tmp_path: Path) -> None:
-    engine = sim({"storage": f"file:{tmp_path}?capacity=256KiB"}, pages=8)
+    engine = sim({"storage": store_in(tmp_path, "256KiB")}, pages=8)
     for i in range(40):
         engine.ask(prompt_of(str(i), 33), 2)
     settle(engine)
@@ -226,7 +226,7 @@ def test_a_full_disk_budget_evicts_and_goes_on(sim: Sim, tmp_path: Path) -> None
 
 
 def test_a_shutdown_while_the_store_is_stuck_ends_in_time(sim: Sim, tmp_path: Path) -> None:
-    engine = sim({"storage": f"file:{tmp_path}", "drain_timeout_s": 0.2})
+    engine = sim({"storage": store_in(tmp_path), "drain_timeout_s": 0.2})
     gate = Gate()
     with store_faults("put", gate):
         gate.close()
@@ -239,7 +239,7 @@ def test_a_shutdown_while_the_store_is_stuck_ends_in_time(sim: Sim, tmp_path: Pa
 
 
 def test_a_slow_offload_is_persisted_when_it_arrives(sim: Sim, tmp_path: Path) -> None:
-    engine = sim({"storage": f"file:{tmp_path}"})
+    engine = sim({"storage": store_in(tmp_path)})
     gate = Gate()
     with copy_faults(gate, kinds=[JobKind.OFFLOAD]):
         gate.close()
