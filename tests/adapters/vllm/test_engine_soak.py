@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_models import Engine, engine, prompt_of, write_tiny_llama
 
-SECONDS = float(os.environ.get("KVHOIST_SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("KVHOIST_SOAK_SECONDS", "120"))
 SEED = int(os.environ.get("KVHOIST_SOAK_SEED", "1"))
 ENGINE_SECONDS = max(15.0, SECONDS / 20)
 MAX_GROWTH_BYTES = 96 << 20

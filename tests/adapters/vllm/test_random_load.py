@@ -15,7 +15,7 @@ import psutil
 import pytest
 from vllm_harness_load import Episode
 
-SECONDS = float(os.environ.get("KVHOIST_SOAK_SECONDS", "30"))
+SECONDS = float(os.environ.get("KVHOIST_SOAK_SECONDS", "60"))
 SEED = int(os.environ.get("KVHOIST_SOAK_SEED", "1"))
 MAX_GROWTH_BYTES = 24 << 20
 """What the allocator may keep; a host tier or a directory leaked by each engine would be more."""
