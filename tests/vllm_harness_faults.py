@@ -57,14 +57,16 @@ def _part_of(job: Job, pages: Sequence[int]) -> Job:
 
 
 @contextmanager
-def slow_copies(seed: int, most_s: float = 0.002) -> Iterator[None]:
+def slow_copies(
+    seed: int, most_s: float = 0.002, kinds: Sequence[JobKind] = (JobKind.LOAD, JobKind.OFFLOAD)
+) -> Iterator[None]:
     """Delay each copy at random, so that everything else overtakes it."""
     draw = random.Random(seed)
 
     def delay(job: Job, rank: int) -> None:
         time.sleep(draw.random() * most_s)
 
-    with copy_faults(delay):
+    with copy_faults(delay, kinds=kinds):
         yield
 
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_harness import LAYOUTS, SimEngine, prompt_of
 from vllm_harness_faults import copy_faults, corrupt_folder, corrupt_host_pages, store_faults
 from vllm_harness_kv import HAS_LAYOUTS
@@ -20,10 +19,6 @@ from vllm_harness_model import MAX_MODEL_LEN
 
 from kvhoist.errors import StorageError
 from kvhoist.messages import Job
-
-RESERVES = "_inflight_prefill_reserved_blocks" in vars(Scheduler)
-"""Whether vLLM lets a request load only where the blocks suffice for all that are loading. Where it does not, a nearly
-full device can wait for ever for blocks that loaded requests hold, and the load has to leave it room."""
 
 
 class Weather:
@@ -87,11 +82,9 @@ class Episode:
         self._weather = Weather(seed)
         self.options = draw_options(draw)
         self.settings = draw_settings(draw, folder, self.options)
-        most = MAX_MODEL_LEN if RESERVES else 160
-        self._longest = min(most, (self.options["blocks"] - 1) * self.options["block_tokens"]) - 14
+        self._longest = min(MAX_MODEL_LEN, (self.options["blocks"] - 1) * self.options["block_tokens"]) - 14
         self._talks = [self._begin(i) for i in range(6)]
         self._asked: dict[str, int] = {}
-        self._most_open = 24 if RESERVES else 3
         self._number = 0
         self.engine = SimEngine(model, self.settings, **self.options)
 
@@ -143,7 +136,7 @@ class Episode:
         return [*shared, *prompt_of(f"own {i} {self._draw.random()}", self._draw.randrange(1, self._longest // 3 + 2))]
 
     def _arrive(self) -> None:
-        if len(self.engine.scheduler.requests) >= self._most_open:
+        if len(self.engine.scheduler.requests) >= 24:
             return
         talk = self._draw.randrange(len(self._talks))
         if len(self._talks[talk]) > self._longest or self._draw.random() < 0.1:
@@ -174,7 +167,7 @@ class Episode:
     def _preempt_all(self) -> None:
         """Reset running requests, where vLLM can: no step under way, and nobody else holds blocks. Releases before 0.32
         drop a token that they should not where they schedule asynchronously."""
-        if not RESERVES and self.options.get("async_scheduling"):
+        if not HAS_LAYOUTS and self.options.get("async_scheduling"):
             return
         others = [one for one in self.engine.scheduler.requests.values() if one.status.name != "RUNNING"]
         if not self.engine.core.batch_queue and not any(one.num_computed_tokens or one.is_finished() for one in others):
@@ -230,13 +223,13 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
     """Draw an engine."""
     ranks: list[dict[str, Any]] = [{}, {}, {"tp": 2}, *([{"pp": 2}, {"tp": 2, "pp": 2}] if HAS_LAYOUTS else [])]
     options: dict[str, Any] = {
-        "blocks": draw.choice((16, 24, 32, 48)) if RESERVES else 160,
+        "blocks": draw.choice((16, 24, 32, 48)),
         "block_tokens": draw.choice((4, 4, 8)),
         "max_batched": draw.choice((16, 32, 64)),
         "max_seqs": draw.choice((3, 8, 16)),
         "layout": draw.choice(LAYOUTS),
         "late": draw.random() < 0.5,
-        "policy": draw.choice(("fcfs", "fcfs", "priority")) if RESERVES else "fcfs",
+        "policy": draw.choice(("fcfs", "fcfs", "priority")),
         **draw.choice(ranks),
     }
     if draw.random() < 0.5 and options.get("pp", 1) == 1:

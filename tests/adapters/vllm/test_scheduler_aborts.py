@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_harness import SimEngine, generate, prompt_of
 from vllm_harness_faults import Gate, copy_faults, slow_copies, store_faults
 from vllm_harness_kvhoist import audit, host_pages, num_jobs, remembered, settle, store_in
@@ -15,8 +14,6 @@ from vllm_harness_kvhoist import audit, host_pages, num_jobs, remembered, settle
 from kvhoist.messages import JobKind
 
 Sim = Callable[..., SimEngine]
-RESERVES = "_inflight_prefill_reserved_blocks" in vars(Scheduler)
-"""Whether vLLM lets a request load only where the blocks suffice for all that are loading."""
 PROMPT = prompt_of("a", 33)
 
 
@@ -146,7 +143,6 @@ def test_a_preempted_request_comes_back_and_loads_what_it_had(sim: Sim) -> None:
     [{}, {"async_scheduling": True}, {"num_spec": 3}, {"tp": 2}, {"policy": "priority"}],
     ids=["plain", "async", "spec", "tp2", "priority"],
 )
-@pytest.mark.skipif(not RESERVES, reason="this vLLM may wait for ever for blocks that loaded requests hold")
 def test_constant_preemption_ends(sim: Sim, engine_options: dict[str, Any]) -> None:
     engine = sim(blocks=18, max_seqs=6, **engine_options)
     with slow_copies(6):

@@ -217,6 +217,21 @@ def test_a_step_that_gives_a_block_away_waits_for_the_offload_that_reads_it(sim:
         assert engine.ask(prompt_of(str(i), 33), 1).num_external == 32
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_load_waits_for_the_offload_that_reads_its_target(sim: Sim, layerwise: bool) -> None:
+    """The second request fills the device; the blocks that it leaves are the only ones that the third can load into."""
+    engine = sim({"layerwise": layerwise}, blocks=10)
+    engine.ask(prompt_of("a", 33), 1)
+    settle(engine)
+    assert engine.reset()
+    with slow_copies(8, most_s=0.2, kinds=[JobKind.OFFLOAD]):
+        engine.ask(prompt_of("b", 33), 1)
+        assert engine.ask(prompt_of("a", 33), 1).num_external == 32
+        settle(engine)
+    assert engine.reset()
+    assert engine.ask(prompt_of("b", 33), 1).num_external == 32
+
+
 def test_a_stuck_offload_holds_back_only_the_step_that_needs_its_blocks(sim: Sim) -> None:
     engine = sim(blocks=64)
     gate = Gate()

@@ -12,6 +12,7 @@
 | scheduler's stats | taken only with a worker's | taken |
 | new blocks are zeroed | for Mamba | for Mamba and KV of several precisions; by the second runner, before the hooks |
 | sources of hits | none | `CacheHitSource` |
+| blocks for requests that load | none are kept: `room.py` | reserved |
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -38,6 +40,9 @@ KNOWS_ALL_RANKS = "set_xfer_handshake_metadata_pp_aware" in vars(base.KVConnecto
 
 NEEDS_WORKER_STATS = "get_transfer_results" not in vars(base.KVConnectorBase_V1)
 """Whether the scheduler's stats are lost in steps in which no worker reports any."""
+
+KEEPS_ROOM_FOR_LOADS = "_inflight_prefill_reserved_blocks" in vars(Scheduler)
+"""Whether vLLM lets a request load only where the blocks suffice for all that are loading."""
 
 
 def block_hashes_last(vllm_config: Any) -> bool:

@@ -20,6 +20,7 @@ from kvhoist.adapters.vllm import compat, start
 from kvhoist.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata, WorkerReport
 from kvhoist.adapters.vllm.metrics import CacheMetrics, CachePromMetrics
 from kvhoist.adapters.vllm.options import ConnectorOptions
+from kvhoist.adapters.vllm.room import Room
 from kvhoist.adapters.vllm.scheduler import SchedulerSide
 from kvhoist.adapters.vllm.worker import WorkerSide
 from kvhoist.errors import KvhoistError, UnsupportedGeometryError
@@ -41,6 +42,7 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
+        self._room: Room | None = None
         self._worker: WorkerSide | None = None
         self._report: WorkerReport | None = None
         self._options: ConnectorOptions | None = None
@@ -132,7 +134,10 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.num_new_matched_tokens(request, num_computed_tokens)
+        found, loads = self._scheduler.num_new_matched_tokens(request, num_computed_tokens)
+        if found is not None and self._room is not None and not self._room.admits(request, loads=loads):
+            return None, False
+        return found, loads
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         if self._scheduler is None or not num_external_tokens:
@@ -147,6 +152,8 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
         return _NOTHING if self._scheduler is None else self._scheduler.build_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if self._room is not None:
+            self._room.arrived(connector_output.finished_recving or ())
         meta = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and meta is not None:
             assert isinstance(meta, WorkerMetadata), "only this connector's workers answer it"
@@ -155,6 +162,8 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
             self._scheduler.request_finished(request)
+        if self._room is not None:
+            self._room.forget(request.request_id)
         return False, None
 
     def request_finished_all_groups(
@@ -202,6 +211,8 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = self._try(
                 lambda: start.start_scheduler(self._vllm_config, self._kv_cache_config, options, reports)
             )
+            if not compat.KEEPS_ROOM_FOR_LOADS:
+                self._room = start.room_for_loads(self._vllm_config, self._kv_cache_config)
 
     def _try(self, build: Callable[[], _Built]) -> _Built | None:
         """Return what `build` returns; where it raises, the cache is off or the engine does not start."""

@@ -19,6 +19,7 @@ from kvhoist.adapters.vllm.options import ConnectorOptions
 from kvhoist.adapters.vllm.prefixes import Waits
 from kvhoist.adapters.vllm.ranks import Place, host_bytes_of_rank, place_of, ranks_on_node
 from kvhoist.adapters.vllm.requests import PageShape
+from kvhoist.adapters.vllm.room import Room
 from kvhoist.adapters.vllm.scheduler import SchedulerSide
 from kvhoist.adapters.vllm.worker import WorkerSide
 from kvhoist.control.directory import Directory
@@ -179,6 +180,13 @@ def start_scheduler(
         sync=options.layerwise and _hears_in_time(vllm_config),
         audit_every_s=30.0 if options.debug_verify else None,
     )
+
+
+def room_for_loads(vllm_config: Any, kv_cache_config: Any) -> Room:
+    speculative = vllm_config.speculative_config
+    drafted = 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
+    _, spec = served_group(kv_cache_config)
+    return Room(kv_cache_config.num_blocks - 1, spec.block_size, drafted)  # one block is vLLM's null block
 
 
 def _hears_in_time(vllm_config: Any) -> bool:
