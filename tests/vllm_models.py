@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -202,6 +203,7 @@ def engine(checkpoint: Path, settings: dict[str, Any] | None = None, **options: 
     from vllm import envs
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
+    environment = dict(os.environ)
     envs.disable_envs_cache()  # an engine before this one may have had vLLM remember its environment
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -221,6 +223,8 @@ def engine(checkpoint: Path, settings: dict[str, Any] | None = None, **options: 
                 assert opened.counter("vllm:kvhoist_audit_failures") == 0
         finally:
             opened.close()
+            os.environ.clear()
+            os.environ.update(environment)
 
 
 def plain_answers(checkpoint: Path, requests: Sequence[tuple[Sequence[int], int]], **options: Any) -> list[Answer]:

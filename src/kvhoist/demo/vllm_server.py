@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -35,6 +36,8 @@ _READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
 _HELPERS_TIMEOUT_S = 10.0
 _POLL_S = 0.1
+_PORTS = range(20000, 32768)
+"""Below those that Linux gives to outgoing connections and to whoever asks for any."""
 
 
 class ServerFailedError(KvhoistError):
@@ -230,7 +233,9 @@ class VllmServer:
 
     def _failed(self, what: str, got: str) -> ServerFailedError:
         remedy = f"Its messages are in {self.options.log}."
-        return ServerFailedError(what, got=got, remedy=remedy, tail=self.log_tail())
+        error = ServerFailedError(what, got=got, remedy=remedy, tail=self.log_tail())
+        error.add_note(error.tail)
+        return error
 
 
 def _errors(lines: Sequence[str]) -> list[str]:
@@ -256,7 +261,10 @@ def _lives(group: int) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a free port that likely stays so until the server gets to it: the system hands out none of these."""
+    ports = random.SystemRandom().sample(_PORTS, 100)
+    for port in ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise KvhoistError("no free port on 127.0.0.1", got=f"100 tries in {_PORTS.start} to {_PORTS.stop - 1}")
