@@ -170,7 +170,8 @@ class Episode:
         if not HAS_LAYOUTS and self.options.get("async_scheduling"):
             return
         others = [one for one in self.engine.scheduler.requests.values() if one.status.name != "RUNNING"]
-        if not self.engine.core.batch_queue and not any(one.num_computed_tokens or one.is_finished() for one in others):
+        free = all(one.status.name in ("WAITING", "PREEMPTED") and not one.num_computed_tokens for one in others)
+        if free and not self.engine.core.batch_queue:
             self.counts["preempted by a reset"] += self.engine.reset(running=True, connector=self._draw.random() < 0.5)
 
     def _new_weights(self) -> None:

@@ -19,6 +19,7 @@ FILES = {
     "parts": ["test_caches_of_vllm_0_20.py", "test_identity.py", "test_requests.py", "test_prefixes.py"],
     "hits": ["test_scheduler_hits.py", "test_scheduler_storage.py"],
     "failures": ["test_scheduler_failures.py", "test_scheduler_resets.py", "test_scheduler_aborts.py", "test_start.py"],
+    "room": ["test_room.py", "test_random_load.py"],
 }
 
 

@@ -13,6 +13,7 @@ from vllm_harness_faults import Gate, copy_faults, corrupt_host_pages, slow_copi
 from vllm_harness_kv import HAS_LAYOUTS
 from vllm_harness_kvhoist import audit, end, host_bytes, host_pages, movers, num_jobs, parts_of, settle, side
 
+from kvhoist.adapters.vllm import prefixes
 from kvhoist.errors import KvhoistError
 from kvhoist.messages import Job, JobKind
 
@@ -70,6 +71,30 @@ def test_a_load_that_fails_is_recomputed(sim: Sim, way: dict[str, Any], pages: l
         assert fails.num_failed == (4 if pages is None else len(pages)), "the same pages are not tried again"
         settle(engine)
     audit(engine)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_page_that_failed_to_load_is_not_tried_again_at_once(sim: Sim, way: dict[str, Any]) -> None:
+    engine = primed(sim, **way)
+    fails = Fails([1])
+    with copy_faults(fails, kinds=[JobKind.LOAD]):
+        engine.ask(PROMPT, 1)
+        for _ in range(3):
+            settle(engine)
+            assert engine.reset()
+            assert engine.ask(PROMPT, 1).num_external == 8
+    assert fails.num_failed == 1
+
+
+def test_a_page_that_failed_to_load_is_tried_again_later(sim: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of the copying must not cut a prefix short for as long as it is in use."""
+    monkeypatch.setattr(prefixes, "_REFUSED_S", 0.0)
+    engine = primed(sim)
+    with copy_faults(Fails([1]), kinds=[JobKind.LOAD]):
+        engine.ask(PROMPT, 1)
+        settle(engine)
+    assert engine.reset()
+    assert engine.ask(PROMPT, 1).num_external == 32
 
 
 @pytest.mark.parametrize("rank", [0, 1])

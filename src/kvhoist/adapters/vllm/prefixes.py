@@ -12,6 +12,9 @@ from kvhoist.control.plane import ControlPlane
 from kvhoist.control.tiers import Tier
 
 _MOST_REFUSED = 4096
+_REFUSED_S = 60.0
+"""How long a page that failed to load is a miss. Its copy stays in the host tier, below its descendants', and may be
+sound: what failed may have been the copying."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Prefixes:
         self._waits = waits
         self._num_held_back = num_held_back
         self._clock = clock
-        self._refused: dict[bytes, None] = {}
+        self._refused: dict[bytes, float] = {}
 
     def find(self, space: Space, state: RequestState, num_computed_tokens: int) -> range | None:
         """Return the blocks that can be loaded beyond `num_computed_tokens` (whole blocks); None to be asked again
@@ -58,10 +61,10 @@ class Prefixes:
         return range(first, max(first, min(ready * shape.blocks_per_page, most)))
 
     def refuse(self, keys: Sequence[bytes]) -> None:
-        """Do not load these pages again from the copies that the host has now: they failed."""
+        """Do not load these pages, which failed, from the copies that the host has now; not for a while."""
         if len(self._refused) + len(keys) > _MOST_REFUSED:
             self._refused.clear()
-        self._refused.update(dict.fromkeys(keys))
+        self._refused.update(dict.fromkeys(keys, self._clock() + _REFUSED_S))
 
     def accept(self, keys: Sequence[bytes]) -> None:
         """These pages have new copies in the host tier."""
@@ -86,10 +89,17 @@ class Prefixes:
         find = self._plane.directory.find
         while page < last_page:
             entry = find(space, keys[page])
-            if entry is None or not entry.is_ready(Tier.HOST) or keys[page] in self._refused:
+            if entry is None or not entry.is_ready(Tier.HOST) or (self._refused and self._is_refused(keys[page])):
                 break
             page += 1
         return page
+
+    def _is_refused(self, key: bytes) -> bool:
+        until = self._refused.get(key)
+        if until is not None and self._clock() >= until:
+            del self._refused[key]
+            return False
+        return until is not None
 
     def _fetch(self, space: Space, state: RequestState, keys: Sequence[bytes], page: int, last_page: int) -> int | None:
         """Start, or join, what may bring keys[page:last_page] to the host tier; None where nothing may."""
