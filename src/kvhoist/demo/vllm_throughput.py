@@ -40,8 +40,8 @@ class ThroughputOptions:
     rounds: int = 10
     windows: int = 2
     requests: int = 8
-    prompt_tokens: int = 192
-    new_tokens: int = 32
+    prompt_tokens: int = 128
+    new_tokens: int = 24
     block_tokens: int = 32
     host_bytes: str = "128MiB"
     warm_up_windows: int = 5
