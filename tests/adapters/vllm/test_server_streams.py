@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,20 @@ _SYSTEM = (
 )
 
 
-def _options(model: Path, tmp_path: Path, name: str, **more: Any) -> ServerOptions:
-    (tmp_path / name).mkdir()
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """The servers' temporary folder. Its path is short: vLLM makes sockets there, whose paths have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="kvh") as folder:
+        yield Path(folder)
+
+
+def _options(model: Path, tmp_path: Path, temporary: Path, name: str, **more: Any) -> ServerOptions:
     settings = {"host_bytes": "512MiB", "storage": f"file:{tmp_path / 'kv'}", "debug_verify": True}
     return ServerOptions(
         model=model,
         log=tmp_path / f"{name}.log",
         connector=kvhoist_connector(**settings),
-        environment={"TMPDIR": str(tmp_path / name)},
+        environment={"TMPDIR": str(temporary)},
         **{"device_blocks": 48, "max_tokens": 1024, **more},
     )
 
@@ -55,10 +63,12 @@ def _left(folder: Path) -> list[Path]:
 
 
 @pytest.mark.timeout(600)
-def test_streams_and_hang_ups_leave_the_books_right_and_a_restart_finds_their_pages(tmp_path: Path) -> None:
+def test_streams_and_hang_ups_leave_the_books_right_and_a_restart_finds_their_pages(
+    tmp_path: Path, temporary: Path
+) -> None:
     model, dtype = need_packaged_model(), fast_dtype()
     chats = _chats()
-    with VllmServer(_options(model, tmp_path, "first", dtype=dtype)) as server:
+    with VllmServer(_options(model, tmp_path, temporary, "first", dtype=dtype)) as server:
         processes = processes_of(server)
         answers = stream_all(server, chats, 4)
         shared = shared_memory(processes)
@@ -80,9 +90,9 @@ def test_streams_and_hang_ups_leave_the_books_right_and_a_restart_finds_their_pa
         assert found.total("vllm:kvhoist_failed_pages_total", kind="load") == 0
     wait_until(lambda: gone(processes), "the server has ended")
     assert not any(path.exists() for path in shared)
-    assert _left(tmp_path / "first") == []
+    assert _left(temporary) == []
 
-    with VllmServer(_options(model, tmp_path, "second", dtype=dtype)) as server:
+    with VllmServer(_options(model, tmp_path, temporary, "second", dtype=dtype)) as server:
         (reply,) = stream_all(server, chats[2:3], 8)
         assert reply.cached_tokens > 100
         stored = server.metrics_when(lambda m: m.total("vllm:kvhoist_hit_tokens_total", tier="storage") > 0)
@@ -91,13 +101,15 @@ def test_streams_and_hang_ups_leave_the_books_right_and_a_restart_finds_their_pa
 
 
 @pytest.mark.timeout(300)
-def test_another_model_on_the_folder_says_so_once_and_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
+def test_another_model_on_the_folder_says_so_once_and_a_killed_worker_leaves_nothing(
+    tmp_path: Path, temporary: Path
+) -> None:
     with engine(
         write_tiny_llama(tmp_path / "other"), {"host_bytes": "4MiB", "storage": f"file:{tmp_path / 'kv'}"}
     ) as one:
         one.ask(prompt_of(200))
     model = write_tiny_chat_model(tmp_path / "model", seed=2)
-    options = _options(model, tmp_path, "server", dtype="float32")
+    options = _options(model, tmp_path, temporary, "server", dtype="float32")
     with VllmServer(options) as server:
         processes = processes_of(server)
         (answer,) = stream_all(server, _chats()[:1], 8)
@@ -107,4 +119,4 @@ def test_another_model_on_the_folder_says_so_once_and_a_killed_worker_leaves_not
         wait_until(lambda: gone(processes), "the server ends when its worker was killed")
     assert options.log.read_text().count("the store holds pages of other namespaces only") == 1
     assert not any(path.exists() for path in shared)
-    assert _left(tmp_path / "server") == []
+    assert _left(temporary) == []
