@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from mover_support import until
 from vllm_harness import LAYOUTS, SimEngine, generate, prompt_of
 from vllm_harness_executor import KvMismatch
 from vllm_harness_faults import Gate, copy_faults, corrupt_host_pages, slow_copies
@@ -239,7 +240,7 @@ def test_a_stuck_offload_holds_back_only_the_step_that_needs_its_blocks(sim: Sim
         gate.close()
         for i in range(3):
             engine.ask(prompt_of(str(i), 33), 4)
-        assert gate.waiting == 1
+        until(lambda: gate.waiting == 1, "the offload thread at the gate")
         gate.open()
         settle(engine)
     assert host_pages(engine) == 12
