@@ -6,6 +6,7 @@ KVHOIST_SOAK_SECONDS makes it longer; KVHOIST_SOAK_SEED begins with another seed
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections import Counter
@@ -14,6 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 from vllm_harness_load import Episode
+
+from kvhoist.adapters.vllm.scheduler import SchedulerSide
+from kvhoist.adapters.vllm.worker import WorkerSide
+from kvhoist.memory.arena import HostArena
+from kvhoist.mover import Mover
 
 SECONDS = float(os.environ.get("KVHOIST_SOAK_SECONDS", "60"))
 SEED = int(os.environ.get("KVHOIST_SOAK_SEED", "1"))
@@ -27,9 +33,15 @@ def live_bytes() -> int:
 
 
 def test_engines_under_random_load(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
+    for name in ("kvhoist", "vllm"):  # records of planted failures keep what their tracebacks hold
+        caplog.set_level(logging.CRITICAL + 1, logger=name)
     counts: Counter[str] = Counter()
     started = time.monotonic()
     seed, rss = SEED, [0.0, 0.0]
@@ -42,11 +54,16 @@ def test_engines_under_random_load(
             raise
         counts.update(episode.counts)
         counts["engines"] += 1
+        del episode
         seed += 1
         half = int(time.monotonic() > started + SECONDS / 2)
         rss[half] = max(rss[half], live_bytes())
     assert counts["external tokens"] > 0 or counts["engines"] < 8
+    gc.collect()
+    alive = [one for one in gc.get_objects() if isinstance(one, (SchedulerSide, WorkerSide, Mover, HostArena))]
+    assert alive == [], "engines that were closed are kept"
     if rss[0] and SECONDS >= 20:
-        assert rss[1] - rss[0] < MAX_GROWTH_BYTES, f"{(rss[1] - rss[0]) / (1 << 20):.0f} MiB more in the second half"
+        assert rss[1] - rss[0] < MAX_GROWTH_BYTES, f"{(rss[1] - rss[0]) / (1 << 20):+.0f} MiB in the second half"
+    grown = f"{(rss[1] - rss[0]) / (1 << 20):+.0f} MiB in the second half"
     with capsys.disabled():
-        print(f"\nrandom load, seeds {SEED} to {seed - 1}, {SECONDS:.0f} s: {dict(sorted(counts.items()))}")
+        print(f"\nrandom load, seeds {SEED} to {seed - 1}, {SECONDS:.0f} s, {grown}: {dict(sorted(counts.items()))}")
