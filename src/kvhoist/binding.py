@@ -26,13 +26,11 @@ from kvhoist.messages import Completion, Job
 from kvhoist.mover import Mover
 from kvhoist.platform.base import Event
 from kvhoist.platform.open import open_platform
-from kvhoist.settings import Settings
 from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
 from kvhoist.storage.io import StorageIO
-from kvhoist.storage.open import open_store
+from kvhoist.storage.open import open_storage_io, open_store
 from kvhoist.storage.outcomes import PageOutcomes
-from kvhoist.storage.record import Sealer
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger(__name__)
@@ -156,7 +154,7 @@ class Binding:
                 try:
                     transfer = self.mover.submit(job, after=after)
                 except Exception as error:
-                    self.plane.complete(_all_failed(job, f"{type(error).__name__}: {error}"))
+                    self.plane.complete(Completion.failed(job, 0, f"{type(error).__name__}: {error}"))
                     continue
                 submitted[job.id] = transfer
                 if not transfer.done:
@@ -233,7 +231,7 @@ class Binding:
             if self._report is None:  # unless another thread closed it meanwhile
                 self._report = CloseReport(len(unfinished), pages, not ended, time.monotonic() - started)
             for job in unfinished:
-                self.plane.complete(_all_failed(job, "the cache was closed first"))
+                self.plane.complete(Completion.failed(job, 0, "the cache was closed first"))
             self.plane.take_jobs()
             self.plane.audit()
         return self._report
@@ -241,10 +239,13 @@ class Binding:
     def _open_io(self, config: CacheConfig) -> StorageIO | None:
         if self.store is None:
             return None
-        host_pages = self.arena.num_pages
-        waiting = config.max_queued_pages or max(host_pages // 2, min(64, host_pages))
-        secret = config.store_secret or Settings.from_env().store_secret
-        return StorageIO(self.store, Sealer(secret), num_threads=config.io_threads, max_queued_pages=waiting)
+        return open_storage_io(
+            self.store,
+            self.arena.num_pages,
+            num_threads=config.io_threads,
+            max_queued_pages=config.max_queued_pages,
+            secret=config.store_secret,
+        )
 
     def _noted_or_failed(self, noting: Future[PageOutcomes]) -> None:
         if noting.cancelled() or noting.result().error:
@@ -263,7 +264,3 @@ class Binding:
             finally:
                 self.transfers.pop(completion.id, None)
                 self.dispatch()
-
-
-def _all_failed(job: Job, error: str) -> Completion:
-    return Completion(job.id, 0, tuple(range(job.num_pages)), error)

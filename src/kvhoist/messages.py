@@ -127,3 +127,8 @@ class Completion:
     error: str | None = None
     bytes: int = 0
     seconds: float = 0.0
+
+    @classmethod
+    def failed(cls, job: Job, rank: int, error: str) -> Completion:
+        """Return the answer that no page of `job` could be moved."""
+        return cls(job.id, rank, tuple(range(job.num_pages)), error)

@@ -226,7 +226,7 @@ class Mover:
             cancelled = job.id in self._cancelled
         if cancelled or held:
             why = CANCELLED if cancelled else _HELD
-            self._answer(transfer, Completion(job.id, self.rank, tuple(range(job.num_pages)), why))
+            self._answer(transfer, Completion.failed(job, self.rank, why))
         else:
             self._submit_io(transfer)
 
@@ -265,10 +265,9 @@ class Mover:
 
     def _answer_io(self, transfer: Transfer, future: Future[PageOutcomes]) -> None:
         job = transfer.job
-        everything = tuple(range(job.num_pages))
         try:
             if future.cancelled():
-                answer = Completion(job.id, self.rank, everything, CANCELLED)
+                answer = Completion.failed(job, self.rank, CANCELLED)
             else:
                 done = future.result()
                 answer = Completion(job.id, self.rank, done.failed_pages, done.error, done.bytes, done.seconds)
@@ -277,7 +276,7 @@ class Mover:
                     failed = set(done.failed_pages)
                     copies.arrived([page for i, page in enumerate(job.host_pages) if i not in failed])
         except BaseException as problem:  # as in _work: a rank must answer
-            answer = Completion(job.id, self.rank, everything, f"{type(problem).__name__}: {problem}")
+            answer = Completion.failed(job, self.rank, f"{type(problem).__name__}: {problem}")
         self._answer(transfer, answer)
 
     def _answer(self, transfer: Transfer, answer: Completion, then: Callable[[], None] | None = None) -> None:

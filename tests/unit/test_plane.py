@@ -7,6 +7,7 @@ from support import PAGE_TOKENS, namespace, tiny_geometry
 
 from kvhoist.control.directory import Directory
 from kvhoist.control.keys import chain_hashes
+from kvhoist.control.offers import Offer
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.policy import WritePolicy
 from kvhoist.control.tiers import Tier
@@ -227,4 +228,33 @@ def test_an_answer_of_storage_for_a_space_that_was_dropped_makes_no_entries():
     plane.directory.drop_space(space)
     answer(plane, lookup, 0, 1)
     assert plane.directory.stats().entries == 0
+    plane.audit()
+
+
+OTHERS = chain_hashes([9, *TOKENS[1:]], PAGE_TOKENS)
+
+
+def test_pages_of_several_requests_go_down_as_one_job():
+    plane, space, _ = make_plane(num_ranks=1)
+    offloaded_already = plane.offload(space, KEYS, 0, 1, BLOCKS[:1])
+    assert offloaded_already is not None
+    job = plane.write_all(space, [Offer(KEYS, 0, 3, BLOCKS[:3]), Offer(OTHERS, 0, 2, [7, 8])])
+    assert job is not None
+    assert job.keys == (*KEYS[1:3], *OTHERS[:2])
+    assert job.device_blocks == (*BLOCKS[1:3], 7, 8)
+    assert plane.write_all(space, []) is None
+    for one in plane.take_jobs():
+        answer(plane, one, 0)
+    assert len(plane.directory.match(space, KEYS)) == 3
+    assert len(plane.directory.match(space, OTHERS)) == 2
+    plane.audit()
+
+
+def test_pages_reserved_for_a_job_that_could_not_be_put_together_are_given_back():
+    plane, space, _ = make_plane()
+    with pytest.raises(ConfigError, match="outside of the keys"):
+        plane.write_all(space, [Offer(KEYS, 0, 3, BLOCKS[:3]), Offer(OTHERS, 0, len(OTHERS) + 1, [7])])
+    assert plane.take_jobs() == []
+    host = plane.directory.stats().tiers["host"]
+    assert (host.free_pages, host.filling_pages) == (8, 0)
     plane.audit()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -16,7 +15,8 @@ from rich.text import Text
 
 from kvhoist.cli.demo import store_folder
 from kvhoist.cli.output import JsonOption, console, print_json, progress_bar, side_console
-from kvhoist.errors import ConfigError, MissingDependencyError
+from kvhoist.cli.vllm_common import need
+from kvhoist.errors import ConfigError
 from kvhoist.settings import Settings, user_path
 from kvhoist.units import parse_bytes
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _COLUMNS = ("turn", "prompt", "cached", "device", "host", "disk", "TTFT with", "recomputing", "ratio", "identical")
 _STEPS = 3 + 4 * 3 + 3 * 2
 """Servers, questions, other conversations."""
+
+_HOW_TO_GET_IT = "Run scripts/demo-vllm, which sets up vLLM's CPU build, or pip install 'kvhoist[vllm]' on a GPU."
 
 
 def demo_vllm(
@@ -49,7 +51,7 @@ def demo_vllm(
     num_host_bytes = parse_bytes(host_bytes, name="--host-bytes")
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ConfigError("unknown --dtype", got=dtype, choices=["auto", "float32", "bfloat16"])
-    _need("vllm", "openai", "prometheus_client")
+    need("vllm", "openai", "prometheus_client", remedy=_HOW_TO_GET_IT)
     if Settings.from_env().disabled:
         raise ConfigError("kvhoist is turned off here", got="KVHOIST_DISABLE", remedy="Unset KVHOIST_DISABLE.")
     with store_folder(folder) as place, redirect_stdout(sys.stderr):  # results alone go to stdout
@@ -58,17 +60,6 @@ def demo_vllm(
     if as_json:
         print_json(result.to_dict())
     raise typer.Exit(0 if result.identical else 1)
-
-
-def _need(*modules: str) -> None:
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingDependencyError(
-            "this demo needs packages that are not installed",
-            got=f"no {' and no '.join(missing)}",
-            expected="vLLM 0.20 or newer and what it brings",
-            remedy="Run: scripts/demo-vllm, which sets up vLLM's CPU build, or pip install 'kvhoist[vllm]' on a GPU.",
-        )
 
 
 def _run(model: Path | None, dtype: str, folder: Path, host_bytes: int, new_tokens: int) -> VllmDemoResult:

@@ -15,14 +15,16 @@ from kvhoist.settings import Settings
 OnStep = Callable[[str], None]
 
 
-def need(*modules: str) -> None:
-    """Raise MissingDependencyError unless all of `modules` are installed."""
+def need(
+    *modules: str, remedy: str = "Run it in the environment of your vLLM, with: pip install 'kvhoist[vllm,bench]'."
+) -> None:
+    """Raise MissingDependencyError, with `remedy`, unless all of `modules` are installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
             "packages that this needs are not installed",
             got=f"no {' and no '.join(missing)}",
-            remedy="Run it in the environment of your vLLM, with: pip install 'kvhoist[vllm,bench]'.",
+            remedy=remedy,
         )
 
 

@@ -7,10 +7,12 @@ from os import PathLike
 from pathlib import Path
 
 from kvhoist.errors import ConfigError
-from kvhoist.settings import user_path
+from kvhoist.settings import Settings, user_path
 from kvhoist.storage.base import Store
 from kvhoist.storage.file import FileStore
+from kvhoist.storage.io import StorageIO
 from kvhoist.storage.memory import MemoryStore
+from kvhoist.storage.record import Sealer
 
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -38,6 +40,16 @@ def open_store(target: str | Store) -> Store:
         )
     place, _, query = rest.partition("?")
     return opener(place, _read_options(target, query))
+
+
+def open_storage_io(
+    store: Store, num_host_pages: int, *, num_threads: int, max_queued_pages: int | None, secret: bytes | None = None
+) -> StorageIO:
+    """Return the I/O pool between a host tier and `store`, owned by the caller. `max_queued_pages` None is half of the
+    host tier, whose pages stay pinned while they wait, at least 64; `secret` None is the environment's, if any."""
+    waiting = max_queued_pages or max(num_host_pages // 2, min(64, num_host_pages))
+    sealer = Sealer(secret or Settings.from_env().store_secret)
+    return StorageIO(store, sealer, num_threads=num_threads, max_queued_pages=waiting)
 
 
 def _open_file(place: str, options: dict[str, str]) -> Store:

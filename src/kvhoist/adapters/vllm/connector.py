@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvhoist.adapters.vllm import compat, start
-from kvhoist.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata, WorkerReport
+from kvhoist.adapters.vllm.metadata import NO_ORDERS, ConnectorMetadata, WorkerMetadata, WorkerReport
 from kvhoist.adapters.vllm.metrics import CacheMetrics, CachePromMetrics
 from kvhoist.adapters.vllm.options import ConnectorOptions
 from kvhoist.adapters.vllm.room import Room
@@ -27,7 +27,6 @@ from kvhoist.errors import KvhoistError, UnsupportedGeometryError
 from kvhoist.settings import Settings
 
 _log = logging.getLogger("vllm.kvhoist")
-_NOTHING = ConnectorMetadata()
 _Built = TypeVar("_Built")
 
 
@@ -149,7 +148,7 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return _NOTHING if self._scheduler is None else self._scheduler.build_meta(scheduler_output)
+        return NO_ORDERS if self._scheduler is None else self._scheduler.build_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._room is not None:

@@ -40,6 +40,10 @@ class ConnectorMetadata(KVConnectorMetadata):
     namespace: Mapping[str, str] | None = None
 
 
+NO_ORDERS = ConnectorMetadata()
+"""The orders of a step that has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """What ranks have done since their last report; `counts` are further events since then, by name."""

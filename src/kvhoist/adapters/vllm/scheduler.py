@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from kvhoist.adapters.vllm.counts import SchedulerCounts
 from kvhoist.adapters.vllm.fences import Fences
 from kvhoist.adapters.vllm.loads import Loads
-from kvhoist.adapters.vllm.metadata import ConnectorMetadata, LoadOrder, WorkerMetadata
+from kvhoist.adapters.vllm.metadata import NO_ORDERS, ConnectorMetadata, LoadOrder, WorkerMetadata
 from kvhoist.adapters.vllm.prefixes import Prefixes, Waits
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
 from kvhoist.control.jobs import Finished
@@ -22,7 +23,6 @@ from kvhoist.errors import PageIdError
 from kvhoist.messages import LEFT_OUT, JobKind
 
 _log = logging.getLogger("vllm.kvhoist")
-_NOTHING = ConnectorMetadata()
 
 
 class SchedulerSide:
@@ -61,7 +61,7 @@ class SchedulerSide:
         self._fences = Fences()
         self._given: list[int] = []
         self._open_loads = Loads()
-        self._resets, self._device_is_stale = 0, False
+        self._device_is_stale = False
         self._namespace = namespace
         self._space = plane.space(namespace)
         self._tell_namespace = True
@@ -137,7 +137,7 @@ class SchedulerSide:
         fences = self._fences.readers(given)
         told, self._tell_namespace = self._tell_namespace, False
         if not jobs and not fences and not told:
-            return _NOTHING
+            return NO_ORDERS
         fields = self._namespace.field_dict() if told else None
         return ConnectorMetadata(tuple(others), tuple(loads), tuple(fences), fields)
 
@@ -166,8 +166,7 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Forget everything and begin a new namespace: what was cached is of other weights now. False where a load of
         old pages is under way, which cannot be taken back; everything else is done then, too."""
-        self._resets += 1
-        fields = {**self._namespace.field_dict(), "reset": f"{time.time_ns()}.{self._resets}"}
+        fields = {**self._namespace.field_dict(), "reset": str(uuid.uuid4())}
         self.plane.lookups.forget()
         self.plane.directory.drop_space(self._space)
         self._namespace = Namespace.from_fields(fields)

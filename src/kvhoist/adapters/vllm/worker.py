@@ -20,10 +20,8 @@ from kvhoist.messages import LEFT_OUT, Completion, Job, JobKind
 from kvhoist.mover import Mover
 from kvhoist.platform.base import Event
 from kvhoist.platform.open import open_platform
-from kvhoist.settings import Settings
 from kvhoist.storage.io import StorageIO
-from kvhoist.storage.open import open_store
-from kvhoist.storage.record import Sealer
+from kvhoist.storage.open import open_storage_io, open_store
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger("vllm.kvhoist")
@@ -169,9 +167,7 @@ class WorkerSide:
         try:
             transfer = self._mover.submit(job, after=after)
         except KvhoistError as error:
-            self._done.append(
-                Completion(job.id, self._mover.rank, tuple(range(job.num_pages)), f"{type(error).__name__}: {error}")
-            )
+            self._done.append(Completion.failed(job, self._mover.rank, f"{type(error).__name__}: {error}"))
             return None
         if job.kind is JobKind.OFFLOAD:
             self._offloads[job.id] = transfer
@@ -200,10 +196,13 @@ class WorkerSide:
     def _open_io(self) -> StorageIO | None:
         if self._store is None:
             return None
-        num_pages = self.arena.num_pages
-        waiting = self._options.max_queued_pages or max(num_pages // 2, min(64, num_pages))
-        sealer = Sealer(Settings.from_env().store_secret)
-        return StorageIO(self._store, sealer, num_threads=self._options.io_threads, max_queued_pages=waiting)
+        options = self._options
+        return open_storage_io(
+            self._store,
+            self.arena.num_pages,
+            num_threads=options.io_threads,
+            max_queued_pages=options.max_queued_pages,
+        )
 
     def _note(self, fields: Mapping[str, str]) -> None:
         """Let one rank note in the store what the namespace stands for, and say where the store has only others."""
