@@ -62,6 +62,7 @@ class Streamed:
 
     text: str
     cached_tokens: int
+    prompt_tokens: int
     finished: bool
 
 
@@ -79,7 +80,7 @@ def stream_all(
 
 
 def _stream(client: Any, messages: Sequence[dict[str, str]], max_tokens: int, *, hang_up: bool) -> Streamed:
-    text, cached, finished = "", 0, False
+    text, cached, prompt_tokens, finished = "", 0, 0, False
     stream = client.chat.completions.create(
         model=MODEL_NAME,
         messages=list(messages),
@@ -93,12 +94,13 @@ def _stream(client: Any, messages: Sequence[dict[str, str]], max_tokens: int, *,
         for chunk in stream:
             if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
                 cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
+                prompt_tokens = chunk.usage.prompt_tokens
             for choice in chunk.choices:
                 text += choice.delta.content or ""
                 finished = finished or choice.finish_reason is not None
             if text and hang_up:
                 break
-    return Streamed(text, cached, finished)
+    return Streamed(text, cached, prompt_tokens, finished)
 
 
 def need_packaged_model() -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_models import engine, prompt_of, write_tiny_llama
+from vllm_models import PAGE_TOKENS, engine, prompt_of, write_tiny_llama
 from vllm_servers import (
     gone,
     named,
@@ -77,6 +77,9 @@ def test_streams_and_hang_ups_leave_the_books_right_and_a_restart_finds_their_pa
             chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And who painted it?"}]
         again = stream_all(server, chats, 24, hang_up=HANG_UP)
         assert [answer.finished for answer in again] == [i not in HANG_UP for i in range(NUM_CHATS)]
+        for before, after in zip(answers, again, strict=True):
+            # Whole pages of a first prompt begin the second, and some tier has them, whoever came first.
+            assert not after.finished or after.cached_tokens >= before.prompt_tokens // PAGE_TOKENS * PAGE_TOKENS
         idle = server.metrics_when(
             lambda m: m.total("vllm:num_requests_running") + m.total("vllm:num_requests_waiting") == 0
         )
