@@ -65,6 +65,21 @@ class DirectoryCore:
             )
         return book
 
+    def chain(self, space: Space, keys: Sequence[bytes], start: int, stop: int) -> list[Entry]:
+        """Return the entries of keys[start:stop], whatever they hold, as far as there are any. Raises PageIdError for
+        keys that are no chain."""
+        known = space.num_known(keys, stop, stop)
+        entry = self._table.entry(space, keys[known - 1]) if known > start else None
+        found: list[Entry] = []
+        append = found.append
+        for _ in range(start, known):
+            if entry is None:
+                raise not_a_chain()
+            append(entry)
+            entry = entry.parent
+        found.reverse()
+        return found
+
     def _survey(
         self, space: Space, keys: Sequence[bytes], start: int, stop: int, tier: Tier
     ) -> tuple[int, Entry | None, list[Entry]]:

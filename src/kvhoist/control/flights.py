@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -56,10 +55,12 @@ class Flights:
         self.counters = {kind: KindCounters() for kind in JobKind}
         self._directory = directory
         self._tracker = tracker
-        self._device_owned = device_owned
         self._outbox: list[Job] = []
         self._flights: dict[int, _Flight] = {}
-        self._filling: dict[tuple[Tier, Entry], int] = {}
+        self._filling: dict[Tier, dict[Entry, int]] = {tier: {} for tier in Tier}
+        owned = [tier for tier in Tier if device_owned or tier is not Tier.DEVICE]
+        self._tier_filled = {kind: tier for kind, tier in _FILLS.items() if tier in owned}
+        self._tier_read = {kind: tier for kind, tier in _READS.items() if tier in owned}
         self.num_asked = 0
         self.num_settled = 0
 
@@ -70,7 +71,7 @@ class Flights:
 
     def job_filling(self, entry: Entry, tier: Tier) -> int | None:
         """Return the id of the job that fills `entry` in `tier`, else None."""
-        return self._filling.get((tier, entry))
+        return self._filling[tier].get(entry)
 
     def join(self, job_id: int, pins: Pins) -> None:
         """Let `pins` hold, from the moment it is ready, each page that the job fills."""
@@ -81,25 +82,29 @@ class Flights:
         blocks that do not fit, no rank left) the reservations are taken back."""
         if not entries:
             return None
-        host_pages = [entry.page(Tier.HOST) for entry in entries]
-        reads, fills = self._tier_read(kind), self._tier_filled(kind)
-        with contextlib.ExitStack() as undo:
-            if fills is not None and fills is not Tier.STORAGE:
-                undo.callback(self._directory.fail, entries, fills, f"{kind}: the job could not be opened")
+        reads, fills = self._tier_read.get(kind), self._tier_filled.get(kind)
+        pinned = False
+        try:
             if reads is not None:
                 self._directory.pin(entries, reads)
-                undo.callback(self._directory.unpin, entries, reads)
+                pinned = True
+            page_of_row = space.columns[Tier.HOST]
             job = self._tracker.open(
                 kind,
                 space.namespace.digest,
                 space.group,
                 [entry.key for entry in entries],
-                [page for page in host_pages if page is not None],
+                [page_of_row[entry.row] for entry in entries],
                 device_blocks,
             )
-            undo.pop_all()
+        except BaseException:
+            if pinned and reads is not None:
+                self._directory.unpin(entries, reads)
+            if fills is not None and fills is not Tier.STORAGE:
+                self._directory.fail(entries, fills, f"{kind}: the job could not be opened")
+            raise
         if fills is not None:
-            self._filling.update(dict.fromkeys(((fills, entry) for entry in entries), job.id))
+            self._filling[fills].update(dict.fromkeys(entries, job.id))
         self._flights[job.id] = _Flight(space, entries)
         self._outbox.append(job)
         return job
@@ -126,30 +131,26 @@ class Flights:
         counters.failed_pages += len(finished.failed_pages)
         counters.bytes += finished.bytes
         counters.seconds += finished.seconds
-        reason = f"{job.kind}: {finished.error or 'no reason given'}"
         if job.kind is JobKind.LOOKUP:
             self.num_asked -= 1
             self._book_lookup(flight, job, finished.failed_pages)
             return []
-        fills = self._tier_filled(job.kind)
-        good = [entry for i, entry in enumerate(flight.entries) if i not in finished.failed_pages]
-        bad = [entry for i, entry in enumerate(flight.entries) if i in finished.failed_pages]
-        bad_keys = [entry.key for entry in bad]
+        fills = self._tier_filled.get(job.kind)
+        good, bad = flight.entries, []
+        if finished.failed_pages:
+            good = [entry for i, entry in enumerate(flight.entries) if i not in finished.failed_pages]
+            bad = [entry for i, entry in enumerate(flight.entries) if i in finished.failed_pages]
         if fills is not None:
+            filling = self._filling[fills]
             for entry in flight.entries:
-                del self._filling[(fills, entry)]
+                del filling[entry]
         if fills is Tier.STORAGE:
             self._directory.set_stored(flight.space, [entry.key for entry in good], True)
         elif fills is not None:
-            cleared = self._directory.complete_cleared(good, fills) if flight.joined else []
-            good = self._directory.publish([e for e in good if e not in cleared] if cleared else good, fills)
-            for pins in flight.joined:
-                pins.add(good + cleared, fills)
-            self._directory.unpin(cleared, fills)
-            self._directory.fail(bad, fills, reason)
-            if job.kind is JobKind.PREFETCH and bad_keys:
-                self._directory.set_stored(flight.space, bad_keys, False, reason)
-        reads = self._tier_read(job.kind)
+            good = self._publish(flight, good, fills)
+            if bad:
+                self._fail(job, flight.space, bad, fills, f"{job.kind}: {finished.error or 'no reason given'}")
+        reads = self._tier_read.get(job.kind)
         if reads is not None:
             self._directory.unpin(flight.entries, reads)
         return good if fills is Tier.HOST else []
@@ -157,19 +158,30 @@ class Flights:
     def audit(self) -> None:
         """Raise PageIdError unless exactly the open jobs owe something."""
         open_jobs = {job.id for job in self._tracker.jobs()}
-        if open_jobs != set(self._flights) or not set(self._filling.values()) <= open_jobs:
+        owing = {job_id for filling in self._filling.values() for job_id in filling.values()}
+        if open_jobs != set(self._flights) or not owing <= open_jobs:
             raise PageIdError(
                 "jobs in flight and what they owe do not match",
                 got=f"jobs {sorted(open_jobs)}, owed {sorted(self._flights)}",
             )
 
-    def _tier_filled(self, kind: JobKind) -> Tier | None:
-        tier = _FILLS.get(kind)
-        return None if tier is Tier.DEVICE and not self._device_owned else tier
+    def _publish(self, flight: _Flight, entries: list[Entry], tier: Tier) -> list[Entry]:
+        """Make pages ready and let those who joined the job hold them. Returns those that can be found."""
+        if not flight.joined:
+            return self._directory.publish(entries, tier)
+        cleared = self._directory.complete_cleared(entries, tier)
+        published = self._directory.publish([e for e in entries if e not in cleared] if cleared else entries, tier)
+        for pins in flight.joined:
+            pins.add(published + cleared, tier)
+        self._directory.unpin(cleared, tier)
+        return published
 
-    def _tier_read(self, kind: JobKind) -> Tier | None:
-        tier = _READS.get(kind)
-        return None if tier is Tier.DEVICE and not self._device_owned else tier
+    def _fail(self, job: Job, space: Space, entries: list[Entry], tier: Tier, reason: str) -> None:
+        """Give pages up; those that storage could not give are not hinted there any more."""
+        keys = [entry.key for entry in entries]
+        self._directory.fail(entries, tier, reason)
+        if job.kind is JobKind.PREFETCH:
+            self._directory.set_stored(space, keys, False, reason)
 
     def _book_lookup(self, flight: _Flight, job: Job, missing: frozenset[int]) -> None:
         found = min(missing, default=job.num_pages)

@@ -9,7 +9,7 @@ from kvhoist.control.directory import Directory, Space
 from kvhoist.control.entry import Entry
 from kvhoist.control.paths import runs
 from kvhoist.control.policy import HitCounter, WritePolicy, WriteWhen
-from kvhoist.control.tiers import Tier
+from kvhoist.control.tiers import HELD, Tier
 
 _MOST_LEFT_OUT = 1 << 16
 _MOST_COUNTED = 1 << 18
@@ -60,6 +60,8 @@ class Offers:
         if len(entries) == stop - start:
             return entries, list(device_blocks[: len(entries) * self._blocks_per_page])
         self.note_left_out(space, keys, start, stop)
+        if not entries:
+            return [], []
         index = {key: i for i, key in enumerate(keys[start:stop])}
         per_page = self._blocks_per_page
         blocks: list[int] = []
@@ -70,11 +72,9 @@ class Offers:
 
     def note_left_out(self, space: Space, keys: Sequence[bytes], start: int, stop: int) -> None:
         """Remember those of keys[start:stop] for which the host tier has no page."""
-        left = []
-        for key in keys[start:stop]:
-            entry = self._directory.find(space, key)
-            if entry is None or entry.page(Tier.HOST) is None:
-                left.append(key)
+        known, held = self._directory.chain(space, keys, start, stop), HELD[Tier.HOST]
+        left = [entry.key for entry in known if not entry.flags & held]
+        left += keys[start + len(known) : stop]
         if left:
             reason = "the host tier had no page to give: all are pinned or in flight"
             self._directory.note_skipped(space, left, reason)

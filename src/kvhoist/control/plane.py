@@ -14,7 +14,7 @@ from kvhoist.control.namespace import Namespace
 from kvhoist.control.offers import Offer, Offers
 from kvhoist.control.paths import branches, path, runs
 from kvhoist.control.policy import WritePolicy, WriteWhen
-from kvhoist.control.tiers import Tier
+from kvhoist.control.tiers import READY, Tier
 from kvhoist.errors import PageIdError
 from kvhoist.geometry import CacheGroup
 from kvhoist.messages import Completion, Job, JobKind
@@ -101,7 +101,8 @@ class ControlPlane:
             for offer in offers:
                 stop = self._offers.wanted(space, offer.keys, offer.start, offer.stop)
                 if offer.start < stop:
-                    reserved, read = self._offers.reserve(space, offer._replace(stop=stop))
+                    wanted = offer if stop == offer.stop else offer._replace(stop=stop)
+                    reserved, read = self._offers.reserve(space, wanted)
                     entries += reserved
                     blocks += read
         except BaseException:
@@ -128,7 +129,11 @@ class ControlPlane:
         """Copy keys[start:stop], all ready in the host tier, to the device: to `device_blocks` of a foreign one, to
         pages reserved here of an owned one (as many leading ones as fit; None where none is lacking or fits)."""
         if device_blocks is not None:
-            entries = [self._ready_host(space, key) for key in keys[start:stop]]
+            path = self.directory.chain(space, keys, 0, stop)
+            entries, host = path[start:], READY[Tier.HOST]
+            if len(entries) < stop - start or not all(entry.flags & host for entry in entries):
+                entries = [self._ready_host(space, key) for key in keys[start:stop]]
+            self.directory.touch(path)
             return self.flights.send(JobKind.LOAD, space, entries, device_blocks)
         for key in keys[start:stop]:
             self._ready_host(space, key)
@@ -143,12 +148,12 @@ class ControlPlane:
 
     def persist(self, entries: Sequence[Entry]) -> Job | None:
         """Write those of `entries` that the host tier has and storage is not known to hold; None for nothing."""
+        host, host_and_storage = READY[Tier.HOST], READY[Tier.HOST] | READY[Tier.STORAGE]
         # What was cleared while its owner holds it is found no more, and not persisted.
         lacking = [
             entry
             for entry in entries
-            if entry.is_ready(Tier.HOST)
-            and not entry.is_ready(Tier.STORAGE)
+            if entry.flags & host_and_storage == host
             and self.flights.job_filling(entry, Tier.STORAGE) is None
             and self.directory.find(entry.space, entry.key) is entry
         ]

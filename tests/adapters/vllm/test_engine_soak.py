@@ -137,7 +137,7 @@ def _check(opened: Engine) -> None:
     opened.plane.audit()
     assert opened.plane.tracker.num_open == 0
     assert (host.filling_pages, host.free_pages + host.ready_pages) == (0, host.capacity_pages)
-    assert (side._states, side._due, len(side._open_loads), len(side._fences)) == ({}, {}, 0, 0)
+    assert (side._states, len(side._offering), len(side._open_loads), len(side._fences)) == ({}, 0, 0, 0)
     assert opened.counter("vllm:kvhoist_mismatched_pages") == 0
     assert opened.counter("vllm:kvhoist_failed_pages", kind="load") == 0
     pool = opened.scheduler.kv_cache_manager.block_pool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,15 +16,21 @@ def job(number: int, blocks: tuple[int, ...]) -> Job:
     return Job(number, JobKind.OFFLOAD, b"n", 0, keys, tuple(range(len(blocks))), blocks)
 
 
+def readers(fences: Fences, blocks: Iterable[int]) -> set[int]:
+    fences.given += blocks
+    return fences.take_readers()
+
+
 def test_a_block_is_fenced_until_its_job_is_closed() -> None:
     fences = Fences()
-    assert fences.readers([1, 2]) == set()
+    assert readers(fences, [1, 2]) == set()
     fences.open(job(7, (1, 2)))
     fences.open(job(8, (3,)))
-    assert fences.readers([0, 2, 3]) == {7, 8}
+    assert readers(fences, [0, 2, 3]) == {7, 8}
     fences.close(7)
     fences.close(7)
-    assert fences.readers([1, 2, 3]) == {8}
+    assert readers(fences, [1, 2, 3]) == {8}
+    assert fences.take_readers() == set(), "what was given in a step is asked for once"
     assert len(fences) == 1
 
 
@@ -40,5 +48,5 @@ def test_the_readers_of_a_block_end_with_the_last_job_that_reads_it(steps: list[
             for block in open_jobs.pop(first):
                 if last_reader.get(block) == first:
                     del last_reader[block]
-        assert all(fences.readers([block]) == {reader} for block, reader in last_reader.items())
-        assert fences.readers(range(10)) == set(last_reader.values())
+        assert all(readers(fences, [block]) == {reader} for block, reader in last_reader.items())
+        assert readers(fences, range(10)) == set(last_reader.values())

@@ -50,13 +50,17 @@ class SchedulerCounts:
         page = found.stop // per_page
         state.missed = (self._reason(space, state, keys[page]) if page < len(keys) else MissKind.REMAINDER, missing)
 
-    def loaded(self, job: Job, tiers: Sequence[Tier], failed_pages: frozenset[int], shape: PageShape) -> None:
-        """Count what a finished load brought; page `i` was found in `tiers[i]`."""
-        per_page = shape.blocks_per_page
-        for i, tier in enumerate(tiers):
-            if i not in failed_pages:
-                blocks = job.device_blocks[i * per_page : (i + 1) * per_page]
-                self.add({f"hit_tokens.{tier}": shape.block_tokens * sum(block != LEFT_OUT for block in blocks)})
+    def loaded(self, job: Job, fetched: range, failed_pages: frozenset[int], shape: PageShape) -> None:
+        """Count what a finished load brought, of which the pages `fetched` had been fetched from storage for it."""
+        per_page, blocks = shape.blocks_per_page, job.device_blocks
+        failed = {block for page in failed_pages for block in blocks[page * per_page : (page + 1) * per_page]}
+        failed.add(LEFT_OUT)
+        num_all = sum(block not in failed for block in blocks)
+        stored = blocks[fetched.start * per_page : fetched.stop * per_page] if fetched else ()
+        num_stored = sum(block not in failed for block in stored)
+        for tier, number in ((Tier.HOST, num_all - num_stored), (Tier.STORAGE, num_stored)):
+            if number:
+                self.add({f"hit_tokens.{tier}": number * shape.block_tokens})
 
     def tokens_by_tier(self, state: RequestState, blocks: range, shape: PageShape) -> dict[Tier, int]:
         """Return how many tokens of `blocks` were found in host memory, and how many were fetched for this request."""

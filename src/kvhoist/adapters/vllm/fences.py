@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kvhoist.messages import Job
 
 
@@ -13,10 +11,11 @@ class Fences:
     vLLM frees and reuses blocks without asking. Instead of holding them back, a step that writes a block again is told
     to wait for the offload that reads it: blocks are never kept, so that nothing in flight can exhaust the pool, keep
     an idle engine awake, or make `reset_prefix_cache` fail. Of several jobs that read a block the last one is named:
-    a rank does its offloads in order.
+    a rank does its offloads in order. `given` takes the blocks that requests were given since the last step.
     """
 
     def __init__(self) -> None:
+        self.given: list[int] = []
         self._reader: dict[int, int] = {}
         self._blocks: dict[int, tuple[int, ...]] = {}
 
@@ -34,9 +33,8 @@ class Fences:
             if reader.get(block) == job_id:
                 del reader[block]
 
-    def readers(self, blocks: Iterable[int]) -> set[int]:
-        """Return the ids of the jobs that read any of `blocks`."""
-        if not self._reader:
-            return set()
-        reader = self._reader
-        return {reader[block] for block in blocks if block in reader}
+    def take_readers(self) -> set[int]:
+        """Return the ids of the jobs that read any block of `given`, which is empty then."""
+        reader, given = self._reader, self.given
+        self.given = []
+        return {reader[block] for block in given if block in reader} if reader else set()

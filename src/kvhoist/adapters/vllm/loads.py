@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvhoist.adapters.vllm.metadata import LoadOrder
-from kvhoist.control.tiers import Tier
 
 
 class Loads:
@@ -13,16 +10,16 @@ class Loads:
 
     def __init__(self) -> None:
         self._orders: dict[int, LoadOrder] = {}
-        self._tiers: dict[int, Sequence[Tier]] = {}
+        self._fetched: dict[int, range] = {}
         self._bringing: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._orders)
 
-    def open(self, order: LoadOrder, tiers: Sequence[Tier]) -> None:
-        """Remember a job, and in which tier each of its pages was found."""
+    def open(self, order: LoadOrder, fetched: range) -> None:
+        """Remember a job, and which of its pages were fetched from storage for it."""
         self._orders[order.job.id] = order
-        self._tiers[order.job.id] = tiers
+        self._fetched[order.job.id] = fetched
         if not order.sync:  # a synchronous load is over before another request could look
             self._bringing.update(dict.fromkeys(order.job.keys, order.job.id))
 
@@ -33,10 +30,11 @@ class Loads:
         """Tell whether a load is under way after which vLLM finds the page on its device."""
         return key in self._bringing
 
-    def close(self, job_id: int) -> tuple[LoadOrder, Sequence[Tier]]:
-        """Forget a job that is finished, and return its order and the tiers of its pages."""
+    def close(self, job_id: int) -> tuple[LoadOrder, range]:
+        """Forget a job that is finished, and return its order and which of its pages were fetched."""
         order = self._orders.pop(job_id)
+        bringing = self._bringing
         for key in order.job.keys:
-            if self._bringing.get(key) == job_id:
-                del self._bringing[key]
-        return order, self._tiers.pop(job_id)
+            if bringing.get(key) == job_id:
+                del bringing[key]
+        return order, self._fetched.pop(job_id)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
 from kvhoist.control.directory import Space
-from kvhoist.control.entry import Entry
 from kvhoist.control.plane import ControlPlane
-from kvhoist.control.tiers import Tier
+from kvhoist.control.tiers import READY, Tier
 
 _MOST_REFUSED = 4096
 _REFUSED_S = 60.0
@@ -86,10 +85,9 @@ class Prefixes:
         return True
 
     def _num_ready(self, space: Space, keys: Sequence[bytes], page: int, last_page: int) -> int:
-        find = self._plane.directory.find
-        while page < last_page:
-            entry = find(space, keys[page])
-            if entry is None or not entry.is_ready(Tier.HOST) or (self._refused and self._is_refused(keys[page])):
+        host = READY[Tier.HOST]
+        for entry in self._plane.directory.chain(space, keys, page, last_page):
+            if not entry.flags & host or (self._refused and self._is_refused(entry.key)):
                 break
             page += 1
         return page
@@ -128,10 +126,9 @@ class Prefixes:
         return None if job_id is None else self._wait(state, job_id, self._waits.lookup_s)
 
     def _num_stored(self, space: Space, keys: Sequence[bytes], page: int, last_page: int) -> int:
-        def only_stored(entry: Entry | None) -> bool:
-            return entry is not None and entry.is_ready(Tier.STORAGE) and entry.page(Tier.HOST) is None
-
-        while page < last_page and only_stored(self._plane.directory.find(space, keys[page])):
+        for entry in self._plane.directory.chain(space, keys, page, last_page):
+            if not entry.is_ready(Tier.STORAGE) or entry.page(Tier.HOST) is not None:
+                break
             page += 1
         return page
 

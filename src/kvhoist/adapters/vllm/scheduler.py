@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from kvhoist.adapters.vllm.counts import SchedulerCounts
 from kvhoist.adapters.vllm.fences import Fences
 from kvhoist.adapters.vllm.loads import Loads
 from kvhoist.adapters.vllm.metadata import NO_ORDERS, ConnectorMetadata, LoadOrder, WorkerMetadata
+from kvhoist.adapters.vllm.offering import Offering
 from kvhoist.adapters.vllm.prefixes import Prefixes, Waits
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
 from kvhoist.control.jobs import Finished
 from kvhoist.control.namespace import Namespace
-from kvhoist.control.offers import Offer
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.tiers import Tier
 from kvhoist.errors import PageIdError
@@ -56,10 +55,8 @@ class SchedulerSide:
         self._loads, self._offers, self._sync = loads, offers, sync
         self._prefixes = Prefixes(plane, shape, waits, num_held_back=num_held_back, clock=time.monotonic)
         self._states: dict[str, RequestState] = {}
-        self._due: dict[str, RequestState] = {}
-        self._begun: dict[str, RequestState] = {}
         self._fences = Fences()
-        self._given: list[int] = []
+        self._offering = Offering(shape, self._fences, group_id=group_id)
         self._open_loads = Loads()
         self._device_is_stale = False
         self._namespace = namespace
@@ -80,10 +77,10 @@ class SchedulerSide:
         state.offers = not (self._device_is_stale and num_computed_tokens)  # it begins anew
         if not self._loads or request.skip_reading_prefix_cache:
             return 0, False
+        if self._is_brought(state, num_computed_tokens):  # first: many may wait for one load, and ask in each step
+            return None, False
         found = self._prefixes.find(self._space, state, num_computed_tokens)
-        if found and self._open_loads.brings(state.keys[found.start // self._shape.blocks_per_page]):
-            found = None  # another request brings it: its blocks will be a local hit
-        if found is None:
+        if found is None or (found and self._is_brought(state, num_computed_tokens)):
             return None, False
         state.found_blocks = found
         self.counts.look_up(self._space, state, self._shape)
@@ -99,15 +96,15 @@ class SchedulerSide:
         wanted = state.found_blocks[: num_external_tokens // self._shape.block_tokens]
         first, last = wanted.start // per_page, self._shape.pages_of(wanted.stop)
         ids = blocks.get_block_ids()[self._group_id]
-        device_blocks = [ids[i] if i in wanted else LEFT_OUT for i in range(first * per_page, last * per_page)]
+        before, after = [LEFT_OUT] * (wanted.start - first * per_page), [LEFT_OUT] * (last * per_page - wanted.stop)
+        device_blocks = [*before, *ids[wanted.start : wanted.stop], *after]
         job = self.plane.load(self._space, state.keys, first, last, device_blocks, for_whom=request.request_id)
         assert job is not None, "a range of pages that were found ready is not empty"
         state.stop()
         state.load_job = job.id
-        tiers = [Tier.STORAGE if page in state.prefetched else Tier.HOST for page in range(first, last)]
-        self._open_loads.open(LoadOrder(job, request.request_id, self._sync), tiers)
-        self._given += ids[wanted.start : wanted.stop]
-        self.plane.directory.touch(self.plane.directory.match(self._space, state.keys[:last]))
+        fetched = range(max(state.prefetched.start, first) - first, min(state.prefetched.stop, last) - first)
+        self._open_loads.open(LoadOrder(job, request.request_id, self._sync), fetched)
+        self._fences.given += ids[wanted.start : wanted.stop]
 
     def hit_tokens_by_tier(self, request: Any, num_external_tokens: int) -> dict[Tier, int]:
         """Return from which tiers the tokens of the load just started come; they add up to `num_external_tokens`."""
@@ -117,12 +114,12 @@ class SchedulerSide:
     def build_meta(self, output: Any) -> ConnectorMetadata:
         """Return the orders of the step that `output` describes."""
         if output.scheduled_new_reqs or output.scheduled_cached_reqs.req_ids:
-            self._note_scheduled(output)
-        if self._due:
-            self._offer_due(output.num_scheduled_tokens)
-        if self._begun:
-            self._due.update(self._begun)
-            self._begun.clear()
+            for state in self._offering.note_scheduled(output, self._states):
+                self.counts.scheduled(state)
+        if self._offering:
+            offers = self._offering.take(output.num_scheduled_tokens)
+            if offers and self._offers:
+                self.plane.write_all(self._space, offers)
         jobs = self.plane.take_jobs()
         loads = []
         others = []
@@ -133,8 +130,7 @@ class SchedulerSide:
             others.append(job)
             if job.kind is JobKind.OFFLOAD:
                 self._fences.open(job)
-        given, self._given = self._given, []
-        fences = self._fences.readers(given)
+        fences = self._fences.take_readers()
         told, self._tell_namespace = self._tell_namespace, False
         if not jobs and not fences and not told:
             return NO_ORDERS
@@ -155,13 +151,10 @@ class SchedulerSide:
             self._audit()
 
     def request_finished(self, request: Any) -> None:
-        """Offer the last full pages of a request; vLLM may free its blocks at once."""
+        """Offer the last full pages of a request with the next step's; vLLM may free its blocks at once."""
         state = self._states.pop(request.request_id, None)
-        if state is None:
-            return
-        self._due.pop(request.request_id, None)
-        if state.running:
-            self.plane.write_all(self._space, self._new_pages(state))
+        if state is not None:
+            self._offering.end(state)
 
     def reset(self) -> bool:
         """Forget everything and begin a new namespace: what was cached is of other weights now. False where a load of
@@ -172,7 +165,7 @@ class SchedulerSide:
         self._namespace = Namespace.from_fields(fields)
         self._space = self.plane.space(self._namespace)
         self._tell_namespace = True
-        self._due.clear()
+        self._offering.forget()
         self._device_is_stale = bool(self._open_loads) or any(s.holds_blocks for s in self._states.values())
         for state in self._states.values():
             state.offers = False  # until it begins anew
@@ -183,7 +176,7 @@ class SchedulerSide:
         """Check the books and forget the requests. Logs what does not add up."""
         self._audit()
         self._states.clear()
-        self._due.clear()
+        self._offering.forget()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -215,59 +208,17 @@ class SchedulerSide:
             state = self._states[request.request_id] = RequestState(request)
         return state
 
-    def _note_scheduled(self, output: Any) -> None:
-        """Take over the blocks that requests of this step have been given."""
-        block_tokens, group = self._shape.block_tokens, self._group_id
-        for new in output.scheduled_new_reqs:
-            state = self._states.get(new.req_id)
-            if state is not None:
-                self._run(state, new.block_ids[group], new.num_computed_tokens // block_tokens)
-        cached = output.scheduled_cached_reqs
-        for i, new_blocks in enumerate(cached.new_block_ids):
-            if new_blocks is None:
-                continue
-            state = self._states.get(cached.req_ids[i])
-            if state is None:
-                continue
-            ids = new_blocks[group]
-            if cached.req_ids[i] in cached.resumed_req_ids:
-                self._run(state, ids, cached.num_computed_tokens[i] // block_tokens)
-            else:
-                state.blocks += ids
-                self._given += ids
-                self._due[cached.req_ids[i]] = state
-
-    def _run(self, state: RequestState, blocks: Sequence[int], num_computed_blocks: int) -> None:
-        self.counts.scheduled(state)
-        state.run(blocks)
-        self._given += blocks[num_computed_blocks:]
-        # Its local hits may be blocks that another request of this very step computes: they are offered from the next
-        # step on.
-        self._due.pop(state.request.request_id, None)
-        self._begun[state.request.request_id] = state
-
-    def _offer_due(self, num_scheduled_tokens: dict[str, int]) -> None:
-        """Offer the pages that earlier steps filled, and keep the requests of which this step fills one."""
+    def _is_brought(self, state: RequestState, num_computed_tokens: int) -> bool:
+        """Tell whether another request's load brings the first page to load, as far as keys are known: its blocks will
+        be a local hit."""
         page_tokens = self._shape.page_tokens
-        done = []
-        self.plane.write_all(self._space, [offer for state in self._due.values() for offer in self._new_pages(state)])
-        for request_id, state in self._due.items():
-            computed = state.request.num_computed_tokens + num_scheduled_tokens.get(request_id, 0)
-            if computed // page_tokens <= state.next_page:
-                done.append(request_id)
-        for request_id in done:
-            del self._due[request_id]
-
-    def _new_pages(self, state: RequestState) -> list[Offer]:
-        """Return the pages that were filled since the last call, as an offer; none where there are none to offer."""
-        shape, first = self._shape, state.next_page
-        stop = min(state.num_computed_pages(shape.page_tokens), len(state.blocks) // shape.blocks_per_page)
-        state.next_page = max(first, stop)
-        if stop <= first or not (self._offers and state.offers):
-            return []
-        keys = state.update_keys(shape.hashes_per_page)[:stop]
-        blocks = state.blocks[first * shape.blocks_per_page : stop * shape.blocks_per_page]
-        return [Offer(keys, first, len(keys), blocks, state.request.request_id)] if len(keys) == stop else []
+        page = num_computed_tokens // page_tokens
+        return (
+            page < len(state.keys)
+            and self._open_loads.brings(state.keys[page])
+            and (page + 1) * page_tokens < state.request.num_tokens
+            and state.loads
+        )
 
     def _settle(self, finished: Finished) -> None:
         job = finished.job
@@ -279,8 +230,8 @@ class SchedulerSide:
             self.counts.failed(failed)
         if job.kind is not JobKind.LOAD:
             return
-        order, tiers = self._open_loads.close(job.id)
-        self.counts.loaded(job, tiers, finished.failed_pages, self._shape)
+        order, fetched = self._open_loads.close(job.id)
+        self.counts.loaded(job, fetched, finished.failed_pages, self._shape)
         state = self._states.get(order.request_id)
         if state is not None and state.load_job == job.id:
             state.load_job = None
