@@ -1,4 +1,4 @@
-"""What the connector costs vLLM's scheduler: a sweep over running requests and new blocks, and a fit through it.
+"""What the connector costs vLLM's scheduler: a sweep over running requests and new blocks.
 
 Every figure is CPU time of the scheduler's thread, so that other processes do not count as cost; of several rounds the
 least mean of a cell is kept. vLLM's own scheduling of the same steps is measured beside it.
@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kvhoist.demo.vllm_rig import SchedulerRig, StepCost
 from kvhoist.demo.vllm_rig_config import RigOptions
@@ -45,7 +43,7 @@ _SMOKE_CELLS = (Cell(1), Cell(8), Cell(1, 16), Cell(8, 16), Cell(1, 16, hits=Tru
 
 
 def run(*, smoke: bool = False, block_sizes: tuple[int, ...] = (16, 128)) -> dict[str, Any]:
-    """Measure and return plain data: `fits` (one a block size), `cells`, `idle`, `shared_prefix`, `pass`."""
+    """Measure and return plain data: `worst` (a step of each block size), `cells`, `idle`, `shared_prefix`, `pass`."""
     sizes = block_sizes[:1] if smoke else block_sizes
     gc.collect()
     gc.freeze()  # as EngineCore does once it has started
@@ -56,7 +54,7 @@ def run(*, smoke: bool = False, block_sizes: tuple[int, ...] = (16, 128)) -> dic
         if not smoke:
             for more in ({"storage": True}, {"num_ranks": 8}):
                 cells += _sweep(RigOptions(**more), _FEW_CELLS, smoke)
-        fits = [_fit(block_tokens, cells) for block_tokens in sizes]
+        worst = [_worst(block_tokens, cells) for block_tokens in sizes]
         idle = _idle(smoke)
         shared = _shared_prefix()
     finally:
@@ -64,11 +62,11 @@ def run(*, smoke: bool = False, block_sizes: tuple[int, ...] = (16, 128)) -> dic
     return {
         "unit": "us of the scheduler thread's CPU time a step, connector calls only",
         "targets": {"step_us": TARGET_STEP_US, "request_us": TARGET_REQUEST_US, "block_us": TARGET_BLOCK_US},
-        "fits": fits,
+        "worst": worst,
         "cells": cells,
         "idle": idle,
         "shared_prefix": shared,
-        "pass": all(part["pass"] for part in (*fits, idle, shared)),
+        "pass": all(part["pass"] for part in (*worst, idle, shared)),
     }
 
 
@@ -136,6 +134,7 @@ def _row(rig: SchedulerRig, cell: Cell, costs: list[StepCost]) -> dict[str, Any]
     running = statistics.mean(cost.num_running for cost in costs)
     blocks = statistics.mean(cost.new_blocks for cost in costs)
     connector = statistics.mean(cost.connector_s for cost in costs) * _MICRO
+    vllm = statistics.mean(cost.vllm_s for cost in costs) * _MICRO
     allowed = TARGET_STEP_US + TARGET_REQUEST_US * running + TARGET_BLOCK_US * blocks
     calls = {name for cost in costs for name in cost.calls}
     return {
@@ -148,8 +147,9 @@ def _row(rig: SchedulerRig, cell: Cell, costs: list[StepCost]) -> dict[str, Any]
         "jobs": round(statistics.mean(cost.num_jobs for cost in costs), 1),
         "us": round(connector, 1),
         "longest_us": round(max(cost.connector_s for cost in costs) * _MICRO, 1),
-        "vllm_us": round(statistics.mean(cost.vllm_s for cost in costs) * _MICRO, 1),
+        "vllm_us": round(vllm, 1),
         "of_target": round(connector / allowed, 2),
+        "of_vllm": round(connector / vllm, 4),
         "us_by_call": {
             name: round(statistics.mean(cost.calls.get(name, 0.0) for cost in costs) * _MICRO, 1)
             for name in sorted(calls)
@@ -157,30 +157,16 @@ def _row(rig: SchedulerRig, cell: Cell, costs: list[StepCost]) -> dict[str, Any]
     }
 
 
-def _fit(block_tokens: int, cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fit step + request * running + block * new_blocks to the plain cells of a block size, by least squares of the
-    relative errors: a step of 60 us counts as much as one of 3 ms."""
-    rows = [
-        cell
-        for cell in cells
-        if cell["block_tokens"] == block_tokens
-        and not cell["storage"]
-        and cell["ranks"] == 1
-        and cell["kind"] != "load"
-    ]
-    us = np.array([row["us"] for row in rows])
-    terms = np.array([[1.0, row["running"], row["new_blocks"]] for row in rows])
-    found = np.linalg.lstsq(terms / us[:, None], np.ones(len(rows)), rcond=None)[0]
-    errors = terms @ found / us - 1
-    targets = (TARGET_STEP_US, TARGET_REQUEST_US, TARGET_BLOCK_US)
+def _worst(block_tokens: int, cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the step of a block size, over all kinds of steps, that takes most of what the targets allow it."""
+    rows = [cell for cell in cells if cell["block_tokens"] == block_tokens]
+    worst = max(rows, key=lambda row: row["of_target"])
+    named = ("kind", "storage", "ranks", "running", "new_blocks", "us", "of_target")
     return {
         "block_tokens": block_tokens,
-        "step_us": round(float(found[0]), 1),
-        "request_us": round(float(found[1]), 3),
-        "block_us": round(float(found[2]), 2),
-        "largest_relative_error": round(float(np.abs(errors).max()), 2),
-        "largest_of_target": max(row["of_target"] for row in rows),
-        "pass": all(value <= target for value, target in zip(found, targets, strict=True)),
+        **{name: worst[name] for name in named},
+        "largest_of_vllm": max(row["of_vllm"] for row in rows),
+        "pass": worst["of_target"] <= 1,
     }
 
 

@@ -35,9 +35,9 @@ def test_what_a_prompt_computes_is_offloaded_page_by_page_and_loaded_once_it_lef
 def test_a_step_counts_its_requests_its_new_blocks_and_its_jobs(tmp_path: Path) -> None:
     rig = SchedulerRig(tmp_path, RigOptions(device_blocks=512, host_pages=64))
     for _ in range(3):
-        rig.add(rig.prompt(160), max_tokens=40)
+        rig.add(rig.prompt(400), max_tokens=40)
     first = rig.step()
-    assert (first.num_running, first.new_blocks, first.num_jobs) == (3, 30, 0)
+    assert (first.num_running, first.new_blocks, first.num_jobs) == (3, 75, 0)
     second = rig.step()
     assert (second.num_running, second.new_blocks) == (3, 3)
     assert second.num_jobs > 0
@@ -65,25 +65,13 @@ def test_without_a_connector_the_same_steps_cost_it_nothing(tmp_path: Path) -> N
     rig.close()
 
 
-def test_the_fit_finds_the_costs_that_cells_were_made_of() -> None:
-    cells = [
-        {
-            "block_tokens": 16,
-            "kind": "decode",
-            "storage": False,
-            "ranks": 1,
-            "running": running,
-            "new_blocks": blocks,
-            "us": 40 + 0.25 * running + 2.5 * blocks,
-            "of_target": 0.9,
-        }
-        for running in (1, 8, 64, 512)
-        for blocks in (0, 16, 512)
-    ]
-    fit = vllm_scheduler_cost._fit(16, [*cells, {**cells[0], "storage": True, "us": 9e9}])
-    assert (fit["step_us"], fit["request_us"], fit["block_us"]) == (40.0, 0.25, 2.5)
-    assert fit["pass"]
-    assert not vllm_scheduler_cost._fit(16, [{**cell, "us": cell["us"] * 2} for cell in cells])["pass"]
+def test_the_worst_step_of_a_block_size_is_the_one_that_decides() -> None:
+    cell = {"block_tokens": 16, "kind": "decode", "storage": False, "ranks": 1, "running": 8, "new_blocks": 1, "us": 40}
+    cells = [{**cell, "of_target": of_target, "of_vllm": 0.03} for of_target in (0.5, 0.9)]
+    other = {**cells[0], "block_tokens": 128, "of_target": 1.01}
+    worst = vllm_scheduler_cost._worst(16, [*cells, other])
+    assert (worst["of_target"], worst["pass"]) == (0.9, True)
+    assert not vllm_scheduler_cost._worst(128, [*cells, other])["pass"]
 
 
 def test_a_smoke_run_has_every_part_and_one_load_for_64_requests() -> None:

@@ -178,7 +178,7 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler is None:
             return CacheMetrics() if self._worker is not None and compat.NEEDS_WORKER_STATS else None
-        counted = self._scheduler.counts.take()
+        counted = self._scheduler.take_counts()
         return CacheMetrics(counted) if counted else None
 
     @classmethod

@@ -89,13 +89,13 @@ class SchedulerCounts:
         for name, number in counts.items():
             self._total[name] = self._total.get(name, 0) + number
 
-    def take(self) -> dict[str, float]:
-        """Return what was counted since the last call, and the gauges; nothing where nothing was counted. While jobs
-        are under way it is told four times a second, since telling costs as much as a job."""
+    def take(self, *, idle: bool = True) -> dict[str, float]:
+        """Return what was counted since the last call, and the gauges; nothing where nothing was counted. Unless
+        `idle`, it is told four times a second, since telling costs as much as a job."""
         flights = self._plane.flights
         if flights.num_settled == self._num_settled and not self._counted:
             return {}
-        if self._plane.tracker.num_open and time.monotonic() < self._next_s:
+        if not idle and time.monotonic() < self._next_s:
             return {}
         self._next_s = time.monotonic() + _PERIOD_S
         self._num_settled, self._counted = flights.num_settled, False

@@ -9,12 +9,15 @@ from kvhoist.adapters.vllm.fences import Fences
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
 from kvhoist.control.offers import Offer
 
+_ENOUGH_PAGES = 16
+_MOST_STEPS = 4
+
 
 class Offering:
     """Follows the blocks of requests from step to step. Not thread-safe.
 
-    All that became full since the last step makes one list of offers, hence one job: a job costs the scheduler as much
-    as ten pages do.
+    Pages of several requests and steps are offered together, hence in one job, which costs the scheduler as much as
+    ten pages do: at once where there are _ENOUGH_PAGES or a request has ended, else after _MOST_STEPS steps.
     """
 
     def __init__(self, shape: PageShape, fences: Fences, *, group_id: int) -> None:
@@ -24,6 +27,9 @@ class Offering:
         self._due: dict[str, RequestState] = {}
         self._begun: dict[str, RequestState] = {}
         self._ended: list[Offer] = []
+        self._ended_keys: set[bytes] = set()
+        self._num_pages = 0
+        self._num_steps = 0
 
     def __len__(self) -> int:
         """Return how many requests have, or may have, something to offer."""
@@ -53,18 +59,27 @@ class Offering:
             self._fences.given += ids
             if (num_computed + output.num_scheduled_tokens[request_id]) // page_tokens > state.next_page:
                 self._due[request_id] = state
+                self._num_pages += max(0, num_computed // page_tokens - state.next_page)
         return begun
 
     def take(self, num_scheduled_tokens: Mapping[str, int]) -> list[Offer]:
-        """Return the pages that earlier steps filled, and keep the requests of which this step fills one."""
-        offers, self._ended = self._ended, []
-        page_tokens, due = self._shape.page_tokens, self._begun
-        for request_id, state in self._due.items():
+        """Return the pages that earlier steps filled, once they are enough, and keep the requests of which this step
+        fills one."""
+        self._num_steps += 1
+        if not self._ended and self._num_pages < _ENOUGH_PAGES and self._num_steps < _MOST_STEPS:
+            self._begin(num_scheduled_tokens)
+            return []
+        self._num_pages = self._num_steps = 0
+        offers = self.take_ended()
+        page_tokens = self._shape.page_tokens
+        due, self._due = self._due, {}
+        for request_id, state in due.items():
             offers += self._filled(state)
             computed = state.request.num_computed_tokens + num_scheduled_tokens.get(request_id, 0)
             if computed // page_tokens > state.next_page:
-                due[request_id] = state
-        self._due, self._begun = due, {}
+                self._due[request_id] = state
+                self._num_pages += computed // page_tokens - state.next_page
+        self._begin(num_scheduled_tokens)
         return offers
 
     def end(self, state: RequestState) -> None:
@@ -73,19 +88,40 @@ class Offering:
         self._due.pop(request_id, None)
         self._begun.pop(request_id, None)
         if state.running:
-            self._ended += self._filled(state)
+            for offer in self._filled(state):
+                self._ended.append(offer)
+                self._ended_keys.update(offer.keys[offer.start : offer.stop])
+
+    def has_ended(self, key: bytes) -> bool:
+        """Tell whether the page is one of those that ended requests left to offer."""
+        return key in self._ended_keys
+
+    def take_ended(self) -> list[Offer]:
+        """Return the pages that ended requests left to offer, before the step that would."""
+        offers, self._ended = self._ended, []
+        self._ended_keys.clear()
+        return offers
 
     def forget(self) -> None:
         """Offer nothing of what was filled so far."""
         self._due.clear()
         self._begun.clear()
-        self._ended.clear()
+        self.take_ended()
+
+    def _begin(self, num_scheduled_tokens: Mapping[str, int]) -> None:
+        """Let the next step offer what requests bring that began with this one. Their local hits may be blocks that
+        another request of this very step computes."""
+        if self._begun:
+            page_tokens = self._shape.page_tokens
+            for request_id, state in self._begun.items():
+                computed = state.request.num_computed_tokens + num_scheduled_tokens.get(request_id, 0)
+                self._num_pages += computed // page_tokens
+            self._due.update(self._begun)
+            self._begun.clear()
 
     def _run(self, state: RequestState, blocks: Sequence[int], num_computed_blocks: int) -> None:
         state.run(blocks)
         self._fences.given += blocks[num_computed_blocks:]
-        # Its local hits may be blocks that another request of this very step computes: they are offered from the next
-        # step on.
         self._due.pop(state.request.request_id, None)
         self._begun[state.request.request_id] = state
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from kvhoist.adapters.vllm.counts import SchedulerCounts
@@ -16,6 +17,7 @@ from kvhoist.adapters.vllm.prefixes import Prefixes, Waits
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
 from kvhoist.control.jobs import Finished
 from kvhoist.control.namespace import Namespace
+from kvhoist.control.offers import Offer
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.tiers import Tier
 from kvhoist.errors import PageIdError
@@ -80,6 +82,9 @@ class SchedulerSide:
         if self._is_brought(state, num_computed_tokens):  # first: many may wait for one load, and ask in each step
             return None, False
         found = self._prefixes.find(self._space, state, num_computed_tokens)
+        if found is not None and self._is_held_back(state, found.stop // self._shape.blocks_per_page):
+            self._offer(self._offering.take_ended())
+            found = self._prefixes.find(self._space, state, num_computed_tokens)
         if found is None or (found and self._is_brought(state, num_computed_tokens)):
             return None, False
         state.found_blocks = found
@@ -117,9 +122,7 @@ class SchedulerSide:
             for state in self._offering.note_scheduled(output, self._states):
                 self.counts.scheduled(state)
         if self._offering:
-            offers = self._offering.take(output.num_scheduled_tokens)
-            if offers and self._offers:
-                self.plane.write_all(self._space, offers)
+            self._offer(self._offering.take(output.num_scheduled_tokens))
         jobs = self.plane.take_jobs()
         loads = []
         others = []
@@ -149,6 +152,10 @@ class SchedulerSide:
         if self._audit_every_s is not None and time.monotonic() >= self._next_audit:
             self._next_audit = time.monotonic() + self._audit_every_s
             self._audit()
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what is to be told to the metrics now."""
+        return self.counts.take(idle=not (self._states or self._offering or self.plane.tracker.num_open))
 
     def request_finished(self, request: Any) -> None:
         """Offer the last full pages of a request with the next step's; vLLM may free its blocks at once."""
@@ -219,6 +226,14 @@ class SchedulerSide:
             and (page + 1) * page_tokens < state.request.num_tokens
             and state.loads
         )
+
+    def _is_held_back(self, state: RequestState, page: int) -> bool:
+        """Tell whether a page that the tiers lack is one that a request left which ended since the last step."""
+        return page < len(state.keys) and self._offering.has_ended(state.keys[page])
+
+    def _offer(self, offers: Sequence[Offer]) -> None:
+        if offers and self._offers:
+            self.plane.write_all(self._space, offers)
 
     def _settle(self, finished: Finished) -> None:
         job = finished.job
