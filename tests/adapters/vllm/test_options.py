@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -70,3 +72,12 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any) -> Non
         or name.replace("_", " ") in str(caught.value)
         or isinstance(caught.value, PolicyError)
     )
+
+
+@pytest.mark.parametrize("name", ["lookup_timeout_s", "prefetch_timeout_s", "drain_timeout_s"])
+@pytest.mark.parametrize("value", [float("inf"), 1e300, 10**400])
+def test_times_are_what_the_clocks_can_count(name: str, value: Any) -> None:
+    """Unbounded, a shutdown or a look-up would fail by overflow."""
+    found = getattr(parse(**{name: value}), name)
+    assert isinstance(found, float)
+    assert time.monotonic() + found < threading.TIMEOUT_MAX

@@ -13,8 +13,8 @@ from vllm_harness_faults import Gate, copy_faults, corrupt_host_pages, slow_copi
 from vllm_harness_kv import HAS_LAYOUTS
 from vllm_harness_kvhoist import audit, end, host_bytes, host_pages, movers, num_jobs, parts_of, settle, side
 
-from kvhoist.adapters.vllm import prefixes
-from kvhoist.errors import KvhoistError
+from kvhoist.adapters.vllm import prefixes, start
+from kvhoist.errors import HostMemoryError, KvhoistError
 from kvhoist.messages import Job, JobKind
 
 Sim = Callable[..., SimEngine]
@@ -249,6 +249,28 @@ def test_a_setting_that_cannot_work_stops_the_engine_with_one_message_or_leaves_
     with SimEngine(checkpoint, {**settings, "on_error": "disable"}) as engine:
         assert engine.ask(PROMPT, 3).num_external == 0
         assert engine.connector.scheduler_side is None
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_where_one_rank_cannot_start_and_the_cache_is_off_the_others_give_their_memory_and_threads_back(
+    checkpoint: Any, bad_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    start_worker = start.start_worker
+
+    def start_some(vllm_config: Any, *more: Any) -> Any:
+        if vllm_config.parallel_config.rank == bad_rank:
+            raise HostMemoryError("planted")
+        return start_worker(vllm_config, *more)
+
+    monkeypatch.setattr(start, "start_worker", start_some)
+    with SimEngine(checkpoint, {"host_bytes": host_bytes(16, 2), "on_error": "disable"}, tp=2) as engine:
+        assert engine.connector.scheduler_side is None
+        other = engine.workers[1 - bad_rank].connector.worker_side
+        engine.ask(PROMPT, 3)
+        assert [worker.connector.worker_side for worker in engine.workers] == [None, None]
+        assert other.arena.held_bytes == 0
+        assert not any(thread.is_alive() for thread in other._mover._threads)
 
 
 def test_the_switch_in_the_environment_turns_everything_off(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:

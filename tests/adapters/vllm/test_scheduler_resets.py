@@ -57,6 +57,27 @@ def test_hits_on_blocks_that_vllm_could_not_forget_are_not_offered_under_the_new
     assert host_pages(engine) == 6, "after a whole reset local hits are offered again"
 
 
+@pytest.mark.skipif(not HAS_LAYOUTS, reason="releases before 0.32 free the blocks of what is aborted at once")
+def test_hits_on_blocks_of_an_aborted_request_that_a_step_still_writes_are_not_offered_under_the_new_weights(
+    sim: Sim,
+) -> None:
+    """Where steps are planned ahead, vLLM frees such blocks later, and cannot reset its device before."""
+    engine = sim(async_scheduling=True)
+    aborted = engine.add(PROMPT, 40)
+    engine.run(lambda: len(engine.told[aborted].tokens) > 2)
+    engine.abort(aborted)
+    assert not engine.reset(connector=True)
+
+    assert engine.ask(PROMPT, 2).num_local == 32
+    settle(engine)
+    assert host_pages(engine) == 0
+
+    assert engine.reset(connector=True)
+    engine.ask(PROMPT, 2)
+    settle(engine)
+    assert host_pages(engine) == 4, "after a whole reset all is offered again"
+
+
 @pytest.mark.parametrize("v2", [False, *([True] if HAS_LAYOUTS else [])])
 def test_what_a_reset_preempted_is_computed_and_offered_anew(sim: Sim, v2: bool) -> None:
     engine = sim(v2=v2)

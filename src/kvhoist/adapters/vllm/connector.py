@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvhoist.adapters.vllm import compat, start
-from kvhoist.adapters.vllm.metadata import NO_ORDERS, ConnectorMetadata, WorkerMetadata, WorkerReport
+from kvhoist.adapters.vllm.metadata import NO_CACHE, ConnectorMetadata, WorkerMetadata, WorkerReport
 from kvhoist.adapters.vllm.metrics import CacheMetrics, CachePromMetrics
 from kvhoist.adapters.vllm.options import ConnectorOptions
 from kvhoist.adapters.vllm.room import Room
@@ -42,6 +42,7 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._room: Room | None = None
+        self._block_pool: Any = None
         self._worker: WorkerSide | None = None
         self._report: WorkerReport | None = None
         self._options: ConnectorOptions | None = None
@@ -93,17 +94,19 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
         self._start_scheduler(metadata)
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+        self._close_worker()
         if self._scheduler is not None:
             self._scheduler.close()
-        self._worker = self._scheduler = None
+        self._scheduler = None
 
     # -- worker --------------------------------------------------------------------------------------------------
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        orders = _orders(kv_connector_metadata)
+        if orders.is_off:  # another rank could not start, say
+            self._close_worker()
         if self._worker is not None:
-            self._worker.begin_step(_orders(kv_connector_metadata))
+            self._worker.begin_step(orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -130,6 +133,9 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler -----------------------------------------------------------------------------------------------
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._block_pool = gpu_block_pool
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
@@ -148,7 +154,7 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return NO_ORDERS if self._scheduler is None else self._scheduler.build_meta(scheduler_output)
+        return NO_CACHE if self._scheduler is None else self._scheduler.build_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._room is not None:
@@ -171,7 +177,11 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool | None:
-        return None if self._scheduler is None else self._scheduler.reset()
+        if self._scheduler is None:
+            return None
+        pool = self._block_pool
+        in_use = pool is not None and pool.get_num_free_blocks() < pool.num_gpu_blocks - 1  # one is vLLM's null block
+        return self._scheduler.reset(blocks_in_use=in_use)
 
     # -- metrics -------------------------------------------------------------------------------------------------
 
@@ -192,6 +202,11 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
         return CachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _close_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
     @property
     def _extra_config(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class ConnectorOptions:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is neither true nor false", got=repr(getattr(self, name)))
         for name in ("lookup_timeout_s", "prefetch_timeout_s", "drain_timeout_s"):
-            seconds(name, getattr(self, name))
+            object.__setattr__(self, name, seconds(name, getattr(self, name)))
         for name in ("storage", "weights_id"):
             self._check_text(name, optional=True)
         for name in ("tenant", "io_backend", "eviction"):

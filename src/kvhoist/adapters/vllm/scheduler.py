@@ -163,9 +163,12 @@ class SchedulerSide:
         if state is not None:
             self._offering.end(state)
 
-    def reset(self) -> bool:
+    def reset(self, *, blocks_in_use: bool = False) -> bool:
         """Forget everything and begin a new namespace: what was cached is of other weights now. False where a load of
-        old pages is under way, which cannot be taken back; everything else is done then, too."""
+        old pages is under way, which cannot be taken back; everything else is done then, too.
+
+        `blocks_in_use`: vLLM could not reset its device, since blocks are in use: maybe only by steps under way, of
+        requests that have ended."""
         fields = {**self._namespace.field_dict(), "reset": str(uuid.uuid4())}
         self.plane.lookups.forget()
         self.plane.directory.drop_space(self._space)
@@ -173,7 +176,8 @@ class SchedulerSide:
         self._space = self.plane.space(self._namespace)
         self._tell_namespace = True
         self._offering.forget()
-        self._device_is_stale = bool(self._open_loads) or any(s.holds_blocks for s in self._states.values())
+        held = bool(self._open_loads) or any(state.holds_blocks for state in self._states.values())
+        self._device_is_stale = held or blocks_in_use
         for state in self._states.values():
             state.offers = False  # until it begins anew
             state.waits_for, state.asked_storage, state.prefetched = None, False, range(0)
