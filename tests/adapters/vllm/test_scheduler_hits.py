@@ -268,3 +268,20 @@ def test_debug_verify_turns_a_corrupted_host_page_into_a_recomputation(sim: Sim)
     settle(engine)
     assert sum(mover.num_mismatches for mover in movers(engine)) == 4
     assert side(engine).plane.flights.counters[JobKind.LOAD].failed_pages == 4
+
+
+def test_an_engine_without_requests_has_told_all_hits(sim: Sim) -> None:
+    """It takes no further step in which it could."""
+    engine = sim()
+    prompt, told = prompt_of("a", 33), 0.0
+    engine.ask(prompt, 1)
+    settle(engine)
+    stats_of = engine.connector.get_kv_connector_stats
+    engine.connector.get_kv_connector_stats = lambda: seen.append(stats_of()) or seen[-1]
+    for i in range(3):
+        assert engine.reset()
+        seen: list[Any] = []
+        engine.ask(prompt + prompt_of(f"new page {i}", 20), 1)
+        engine.run()
+        told += sum(stats.data.get("hit_tokens.host", 0) for stats in seen if stats is not None)
+        assert told == 32 * (i + 1)

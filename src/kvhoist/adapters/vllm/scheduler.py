@@ -154,8 +154,8 @@ class SchedulerSide:
             self._audit()
 
     def take_counts(self) -> dict[str, float]:
-        """Return what is to be told to the metrics now."""
-        return self.counts.take(idle=not (self._states or self._offering or self.plane.tracker.num_open))
+        """Return what is to be told to the metrics now: with no request left, all, since a next step may never come."""
+        return self.counts.take(idle=not self._states)
 
     def request_finished(self, request: Any) -> None:
         """Offer the last full pages of a request with the next step's; vLLM may free its blocks at once."""
