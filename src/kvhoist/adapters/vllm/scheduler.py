@@ -204,12 +204,14 @@ class SchedulerSide:
             return
         state.told = True
         request, found = state.request, len(state.found_blocks) * self._shape.block_tokens
+        asked = " Storage was asked for what is missing." if state.asked_storage else ""
         _log.debug(
-            "kvhoist: request %s: %d of %d tokens are on the device, %d more can be loaded. %s",
+            "kvhoist: request %s: %d of %d tokens are on the device, %d more can be loaded.%s %s",
             request.request_id,
             num_computed_tokens,
             request.num_tokens,
             found,
+            asked,
             self.plane.explain(self._space, state.keys, request.num_tokens),
         )
 

@@ -233,7 +233,10 @@ class WorkerSide:
         if known and ours.digest not in known and "reset" not in fields:
             nearest = min(map(Namespace.from_fields, known.values()), key=lambda other: len(ours.differs_from(other)))
             theirs = nearest.field_dict()
-            differing = (f"{name} (there {_short(theirs, name)}, here {_short(fields, name)})" for name in ours.differs_from(nearest))
+            differing = (
+                f"{name} (there {_short(theirs, name)}, here {_short(fields, name)})"
+                for name in ours.differs_from(nearest)
+            )
             _log.warning(
                 "kvhoist: the store holds pages of other namespaces only: no hits from it; the nearest differs in %s",
                 ", ".join(differing),
