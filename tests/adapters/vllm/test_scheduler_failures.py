@@ -292,3 +292,17 @@ def test_the_switch_in_the_environment_turns_everything_off(checkpoint: Any, mon
         engine.ask(PROMPT, 3)
         assert engine.reset()
         assert engine.ask(PROMPT, 3).num_external == 0
+
+
+def test_what_was_computed_over_a_failed_layerwise_load_is_no_local_hit_either(sim: Sim) -> None:
+    """Its request ends in that very step, so that nobody computes those blocks again. vLLM would go on finding them."""
+    engine = sim({"layerwise": True})
+    prompt = prompt_of("a", 33)
+    longer = prompt + prompt_of("b", 24)
+    engine.ask(prompt, 1)
+    settle(engine)
+    assert engine.reset()
+    with copy_faults(lambda job, rank: [1], kinds=[JobKind.LOAD]):
+        engine.abort(engine.add(longer, 5), during_step=True)
+        engine.step()
+    engine.ask([*longer, 1], 3)  # the harness checks each block that is read
