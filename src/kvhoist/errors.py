@@ -100,6 +100,10 @@ class TransferCancelledError(TransferError):
     """A job that was cancelled before its bytes moved."""
 
 
+class DeviceError(KvhoistError):
+    """A call of a device's runtime that failed: its own name for it, and what was being done."""
+
+
 class StorageError(KvhoistError):
     """A store that cannot do what was asked."""
 
