@@ -273,6 +273,19 @@ def test_where_one_rank_cannot_start_and_the_cache_is_off_the_others_give_their_
         assert not any(thread.is_alive() for thread in other._mover._threads)
 
 
+def test_a_problem_at_the_start_that_is_nobodys_error_leaves_the_cache_off_where_that_was_asked_for(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+    def no_threads(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(start, "start_worker", no_threads)
+    with SimEngine(checkpoint, {"host_bytes": host_bytes(16), "on_error": "disable"}) as engine:
+        engine.ask(PROMPT, 3)
+
+
 def test_the_switch_in_the_environment_turns_everything_off(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVHOIST_DISABLE", "1")
     with SimEngine(checkpoint, {"host_bytes": host_bytes(16)}) as engine:

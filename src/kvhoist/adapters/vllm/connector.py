@@ -23,7 +23,7 @@ from kvhoist.adapters.vllm.options import ConnectorOptions
 from kvhoist.adapters.vllm.room import Room
 from kvhoist.adapters.vllm.scheduler import SchedulerSide
 from kvhoist.adapters.vllm.worker import WorkerSide
-from kvhoist.errors import KvhoistError, UnsupportedGeometryError
+from kvhoist.errors import UnsupportedGeometryError
 from kvhoist.settings import Settings
 
 _log = logging.getLogger("vllm.kvhoist")
@@ -234,7 +234,7 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
             return build()
         except UnsupportedGeometryError as error:
             self._off(str(error))
-        except (KvhoistError, TypeError, ValueError, OSError) as error:
+        except Exception as error:  # no thread or no memory left, too: the user has said what then
             if self._extra_config.get("on_error") != "disable":
                 _log.error("kvhoist cannot start: %s", error)
                 raise
