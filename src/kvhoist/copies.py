@@ -35,6 +35,15 @@ Finish = Callable[[], Copied]
 """Blocks until the last byte of a copy that was begun."""
 
 
+def failed_with(problem: BaseException) -> Finish:
+    """Return the end of a copy that could not begin: it raises `problem`."""
+
+    def finish() -> Copied:
+        raise problem
+
+    return finish
+
+
 class Copies(Protocol):
     """Plans of both directions with their engines chosen. Loads and offloads may be begun at once, each in one thread;
     jobs that touch the same bytes are the control plane's to order."""

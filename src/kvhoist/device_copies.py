@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvhoist.config import DEFAULT_STAGING_BYTES
 from kvhoist.copies import MISMATCH, Copied, Copies, Finish, HostCopies, ids_of, plans_between
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
@@ -19,8 +20,6 @@ from kvhoist.messages import LEFT_OUT, Job
 from kvhoist.platform.base import Event, IdArray, Platform, Priority, region_of
 from kvhoist.transfer import Transfer
 from kvhoist.verify import PageDigests, page_as_blocks
-
-DEFAULT_STAGING_BYTES = 256 << 20
 
 _LOAD_GROUPS = 4
 """Layer groups of a load: a prefill may start when the first is there. Each costs a copy a page to enqueue."""

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from kvhoist.copies import Copied, Copies, Finish
+from kvhoist.config import DEFAULT_STAGING_BYTES
+from kvhoist.copies import Copied, Copies, Finish, failed_with
 from kvhoist.copy_lane import CopyLane
-from kvhoist.device_copies import DEFAULT_STAGING_BYTES, make_copies
+from kvhoist.device_copies import make_copies
 from kvhoist.device_layout import DeviceCache
 from kvhoist.early_persist import EarlyPersist
 from kvhoist.errors import ClosedError, ConfigError
@@ -189,7 +190,7 @@ class Mover:
                 return None
             return self._copy(transfer, after)
         except BaseException as problem:
-            return partial(_raise, problem)
+            return failed_with(problem)
 
     def _end(self, transfer: Transfer, finish: Finish) -> None:
         """Wait for a copy's end and answer its job, whatever happened: else its peers' pages hang."""
@@ -226,8 +227,7 @@ class Mover:
         return finish if not held else lambda: finish()._replace(failed_pages=held, error=_HELD)
 
     def _count_mismatches(self, finish: Finish) -> Copied:
-        copied = finish()
-        self._num_mismatches += len(copied.failed_pages)
+        self._num_mismatches += len((copied := finish()).failed_pages)
         return copied
 
     def _submit_late(self, transfer: Transfer) -> None:
@@ -298,7 +298,3 @@ class Mover:
             self._begun.discard(job_id)
             self._cancelled.discard(job_id)
             self._idle.notify_all()
-
-
-def _raise(problem: BaseException) -> Copied:
-    raise problem
