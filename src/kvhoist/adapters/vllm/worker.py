@@ -52,7 +52,9 @@ class WorkerSide:
         self._num_mismatches = 0
         self._closing = False
         with contextlib.ExitStack() as undo:
-            self.arena = HostArena(caches.group, host_bytes=host_bytes, first_touch_threads=touch_threads(self._platform))
+            self.arena = HostArena(
+                caches.group, host_bytes=host_bytes, first_touch_threads=touch_threads(self._platform)
+            )
             undo.callback(self.arena.close)
             self._store = None if options.storage is None else open_store(options.storage)
             if self._store is not None:
