@@ -77,7 +77,7 @@ class Acquisition:
         """Count the hit and return how many of the first `num_pages` pages were found in which tier. Pages that storage
         lacks, because it was full or out of order when they came, are persisted again."""
         self._plane.directory.touch(self._ready[:num_pages])
-        if self._plane.has_storage:
+        if self._plane.persists:
             self._plane.persist(self._ready[:num_pages])
         counts = {str(tier): 0 for tier in Tier}
         for index in range(num_pages):

@@ -85,6 +85,7 @@ class Binding:
                 policy,
                 device_owned=config.device_owned,
                 has_storage=self.store is not None,
+                persists=not getattr(self.store, "read_only", False),
                 clock=time.monotonic,
             )
             self.io = self._open_io(config)

@@ -98,7 +98,7 @@ class TierMoves:
         with self._lock:
             self._check(match)
             entries = self._plane.directory.match(match.space, match.keys)
-            return self._start(self._plane.persist(entries) if self._plane.has_storage else None)
+            return self._start(self._plane.persist(entries) if self._plane.persists else None)
 
     # -- upkeep ----------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kvhoist.cli import app
 from kvhoist.cli.doctor import doctor
 from kvhoist.cli.output import table_of, tables_of
 from kvhoist.errors import ConfigError
+from kvhoist.storage import FileStore
 
 
 def run(*args: str, **more: Any) -> Result:
@@ -198,6 +199,18 @@ def test_a_folder_that_cannot_be_is_one_line(command: list[str]) -> None:
 def test_explain_takes_the_address_that_the_store_was_opened_by(tmp_path: Path) -> None:
     result = run("explain", "--store", f"file:{tmp_path}/none?capacity=8GiB", "--text", "a")
     assert f"got {tmp_path}/none; expected a folder" in result.stderr
+
+
+def test_explain_says_that_it_cannot_compute_the_keys_of_a_folder_of_vllms(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "kv")
+    store.note_namespace(bytes(32), {"compute.engine": '"vllm"', "model_id": '"llama"'})
+    store.close()
+    tokens = tmp_path / "tokens"
+    tokens.write_text("1 2 3")
+    result = run("explain", "--store", f"{tmp_path}/kv", "--tokens", str(tokens))
+    assert result.exit_code == 2
+    assert "written by vLLM" in result.stderr
+    assert "VLLM_LOGGING_LEVEL=DEBUG" in result.stderr
 
 
 def test_doctor_reports_a_home_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,10 @@ _COLUMNS = ("turn", "prompt", "cached", "device", "host", "disk", "TTFT with", "
 _STEPS = 3 + 4 * 3 + 3 * 2
 """Servers, questions, other conversations."""
 
-_HOW_TO_GET_IT = "Run scripts/demo-vllm, which sets up vLLM's CPU build, or pip install 'kvhoist[vllm]' on a GPU."
+_HOW_TO_GET_IT = (
+    "Run scripts/demo-vllm, which sets up vLLM's CPU build, or install kvhoist where your vLLM is: pip install . in a "
+    "clone."
+)
 
 
 def demo_vllm(

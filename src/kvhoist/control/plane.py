@@ -26,7 +26,7 @@ class ControlPlane:
     Methods that start a move return its Job and put it into the outbox, which the caller empties with `take_jobs` and
     hands to every rank. Each rank's Completion comes back through `complete`, which may put further jobs (a persist
     after an offload) into the outbox. A device tier that the directory has no capacity for is foreign: its blocks are
-    named by the caller, who keeps them untouched until the job is finished.
+    named by the caller, who keeps them untouched until the job is finished. Without `persists` storage is only read.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class ControlPlane:
         device_owned: bool,
         num_ranks: int = 1,
         has_storage: bool = False,
+        persists: bool = True,
         clock: Callable[[], float],
         lookup_ttl_s: float = 1.0,
     ) -> None:
@@ -45,6 +46,7 @@ class ControlPlane:
         self.directory = directory
         self.policy = policy
         self.has_storage = has_storage
+        self.persists = has_storage and persists
         self.tracker = JobTracker(num_ranks)
         self.flights = Flights(directory, self.tracker, device_owned=device_owned)
         self._offers = Offers(directory, policy, group.blocks_per_page)
@@ -174,7 +176,7 @@ class ControlPlane:
 
     def num_unsafe(self) -> int:
         """Count the pages that write_back still holds back on an owned device, where storage could take them."""
-        if self.policy.when is not WriteWhen.WRITE_BACK or not self.has_storage:
+        if self.policy.when is not WriteWhen.WRITE_BACK or not self.persists:
             return 0
         num_pages = self.directory.stats().tiers["device"].ready_pages
         victims = self.directory.victims(Tier.DEVICE, num_pages)
@@ -242,7 +244,7 @@ class ControlPlane:
 
     def _settle(self, finished: Finished) -> None:
         arrived = self.flights.settle(finished)
-        if self.has_storage:
+        if self.persists:
             self.persist(arrived)
 
     def _offload_owned(self, space: Space, keys: Sequence[bytes], start: int, stop: int, for_whom: str) -> Job | None:

@@ -42,6 +42,12 @@ def open_store(target: str | Store) -> Store:
     return opener(place, _read_options(target, query))
 
 
+def is_read_only(target: str) -> bool:
+    """Tell whether the store at this address is to be opened without the right to write. Raises ConfigError."""
+    _, _, query = target.partition("?")
+    return _flag("read_only", _read_options(target, query).get("read_only", "false"))
+
+
 def open_storage_io(
     store: Store, num_host_pages: int, *, num_threads: int, max_queued_pages: int | None, secret: bytes | None = None
 ) -> StorageIO:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvhoist.adapters.vllm.connector import KvhoistConnector
 from kvhoist.adapters.vllm.options import ConnectorOptions
 from kvhoist.errors import ConfigError, KvhoistError, PolicyError
 
@@ -26,6 +27,35 @@ def test_an_unknown_setting_is_named_with_what_may_be_meant() -> None:
         ConnectorOptions.parse({"hostbytes": "1GiB"})
     with pytest.raises(ConfigError, match=r"unknown setting: 7, zzz"):
         ConnectorOptions.parse({7: "1GiB", "zzz": 1})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "here"),
+    [("cpu_bytes_to_use", "host_bytes"), ("chunk_size", "blocks_per_page"), ("local_disk", "storage")],
+)
+def test_what_other_connectors_call_a_setting_is_answered_with_our_name(theirs: str, here: str) -> None:
+    with pytest.raises(ConfigError, match=f"Here it is {here}"):
+        parse(**{theirs: 1})
+
+
+def test_a_host_size_without_a_unit_is_asked_about() -> None:
+    with pytest.raises(ConfigError, match='Write "64GiB"'):
+        ConnectorOptions.parse({"host_bytes": 64})
+
+
+def test_a_read_only_store_is_not_written_to() -> None:
+    assert not parse().persists
+    assert parse(storage="file:/x").persists
+    assert not parse(storage="file:/x?read_only=true&capacity=1GiB").persists
+
+
+def test_settings_are_refused_where_vllm_asks_about_cuda_graphs_before_it_loads_a_model() -> None:
+    asks = KvhoistConnector.requires_piecewise_for_cudagraph
+    assert asks({"host_bytes": "1GiB", "layerwise": True})
+    assert not asks({"host_bytes": "1GiB"})
+    with pytest.raises(ConfigError, match="lacks host_bytes"):
+        asks({})
+    assert not asks({"on_error": "disable"}), "the cache is off then, and the engine starts"
 
 
 def test_the_host_tier_has_no_default_size() -> None:

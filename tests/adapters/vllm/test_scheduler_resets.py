@@ -1,4 +1,5 @@
-"""Resets where vLLM cannot let go of everything, and stores that hang: no stale page, no step that waits for ever."""
+"""Resets where vLLM cannot let go of everything, layerwise loads that fail, stores that hang: no stale page, no step
+that waits for ever."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ import pytest
 from vllm_harness import SimEngine, generate, prompt_of
 from vllm_harness_faults import Gate, copy_faults, store_faults
 from vllm_harness_kv import HAS_LAYOUTS
-from vllm_harness_kvhoist import audit, host_pages, settle
+from vllm_harness_kvhoist import audit, host_pages, settle, side
 
 from kvhoist import early_persist
+from kvhoist.adapters.vllm import prefixes
+from kvhoist.control.tiers import Tier
 from kvhoist.messages import JobKind
 
 Sim = Callable[..., SimEngine]
@@ -134,3 +137,36 @@ def test_a_layerwise_load_that_fails_is_never_computed_with_by_a_step_planned_ah
         settle(engine)
     assert engine.reset()
     engine.ask(prompt + generate(prompt, 20), 2)
+
+
+def test_what_an_aborted_request_computed_over_a_failed_layerwise_load_is_offered_to_nobody(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "_REFUSED_S", 0.0)
+    engine = sim({"layerwise": True})
+    longer = PROMPT + prompt_of("more", 24)
+    engine.ask(PROMPT, 1)
+    settle(engine)
+    assert engine.reset()
+    with copy_faults(lambda job, rank: [1], kinds=[JobKind.LOAD]):
+        engine.abort(engine.add(longer, 5), during_step=True)
+        settle(engine)
+    assert engine.reset()
+    assert engine.ask([*longer, 1], 3).num_external == 32
+
+
+def test_a_request_that_shares_blocks_which_a_layerwise_load_did_not_bring_offers_none_of_them(sim: Sim) -> None:
+    """vLLM lets the request that loaded compute them in the next step, which is late for an offload before it."""
+    engine = sim({"layerwise": True}, blocks=160, max_batched=400, pages=128)
+    prompt = prompt_of("a", 200)
+    engine.ask(prompt, 1)
+    settle(engine)
+    assert engine.reset()
+    with copy_faults(lambda job, rank: [3], kinds=[JobKind.LOAD]):
+        for i in range(2):
+            engine.add([*prompt, i], 12)
+        engine.step()
+    side(engine).plane.directory.evict(Tier.HOST, 128)
+    settle(engine)
+    assert engine.reset()
+    assert engine.ask(prompt, 3).num_external == 196

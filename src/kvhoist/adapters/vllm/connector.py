@@ -68,6 +68,10 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """vLLM asks before it loads a model, where it is to use full CUDA graphs: settings that cannot work are refused
+        here already, unless the cache would be off because of them."""
+        if extra_config.get("on_error") != "disable":
+            ConnectorOptions.parse(extra_config)
         return bool(extra_config.get("layerwise", False))
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from kvhoist.adapters.vllm.fences import Fences
@@ -89,8 +89,7 @@ class Offering:
         self._begun.pop(request_id, None)
         if state.running:
             for offer in self._filled(state):
-                self._ended.append(offer)
-                self._ended_keys.update(offer.keys[offer.start : offer.stop])
+                self._add_ended(offer)
 
     def has_ended(self, key: bytes) -> bool:
         """Tell whether the page is one of those that ended requests left to offer."""
@@ -102,11 +101,21 @@ class Offering:
         self._ended_keys.clear()
         return offers
 
+    def drop_ended(self, blocks: Set[int]) -> None:
+        """Offer nothing of ended requests that read one of `blocks`."""
+        offers = [offer for offer in self.take_ended() if blocks.isdisjoint(offer.device_blocks)]
+        for offer in offers:
+            self._add_ended(offer)
+
     def forget(self) -> None:
         """Offer nothing of what was filled so far."""
         self._due.clear()
         self._begun.clear()
         self.take_ended()
+
+    def _add_ended(self, offer: Offer) -> None:
+        self._ended.append(offer)
+        self._ended_keys.update(offer.keys[offer.start : offer.stop])
 
     def _begin(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Let the next step offer what requests bring that began with this one. Their local hits may be blocks that

@@ -12,9 +12,30 @@ from kvhoist.config import DEFAULT_STAGING_BYTES
 from kvhoist.control.eviction import eviction_factory
 from kvhoist.control.policy import WritePolicy
 from kvhoist.errors import ConfigError, PolicyError
+from kvhoist.storage.open import is_read_only
 from kvhoist.units import parse_bytes
 
 _ON_ERROR = ("fail", "disable")
+_FEWEST_HOST_BYTES = 4096
+"""The smallest host page."""
+
+_ELSEWHERE = {
+    "block_size": "blocks_per_page (in blocks of vLLM)",
+    "blocks_per_chunk": "blocks_per_page",
+    "chunk_size": "blocks_per_page (in blocks of vLLM)",
+    "cpu_bytes_to_use": "host_bytes",
+    "cpu_bytes_to_use_per_rank": "host_bytes (of all ranks of the node together)",
+    "eviction_policy": "eviction",
+    "cache_policy": "eviction",
+    "local_cpu": "host_bytes",
+    "max_local_cpu_size": "host_bytes (of all ranks of the node together)",
+    "local_disk": "storage",
+    "max_local_disk_size": 'storage, as "file:/path?capacity=..."',
+    "disk_path": "storage",
+    "use_layerwise": "layerwise",
+    "store_threshold": "write_policy and min_hits",
+}
+"""What settings of other connectors are called here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +82,13 @@ class ConnectorOptions:
     def __post_init__(self) -> None:
         for name in ("host_bytes", "staging_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name=name))
+        if self.host_bytes < _FEWEST_HOST_BYTES:
+            raise ConfigError(
+                "host_bytes is in bytes",
+                got=f"{self.host_bytes} B",
+                expected=f"at least {_FEWEST_HOST_BYTES} B",
+                remedy=f'Write "{self.host_bytes}GiB" if that is what you mean.',
+            )
         for name in ("layerwise", "debug_verify"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is neither true nor false", got=repr(getattr(self, name)))
@@ -86,11 +114,10 @@ class ConnectorOptions:
         known = [field.name for field in fields(cls)]
         unknown = [name for name in extra_config if name not in known]
         if unknown:
-            near = difflib.get_close_matches(str(unknown[0]), known, n=1)
             raise ConfigError(
                 f"kv_connector_extra_config has an unknown setting: {', '.join(map(str, unknown))}",
                 choices=known,
-                remedy=f"Did you mean {near[0]!r}?" if near else None,
+                remedy=_remedy(str(unknown[0]), known),
             )
         if "host_bytes" not in extra_config:
             raise ConfigError(
@@ -100,6 +127,11 @@ class ConnectorOptions:
             )
         return cls(**extra_config)
 
+    @property
+    def persists(self) -> bool:
+        """Whether pages are written to storage, and not only read."""
+        return self.storage is not None and not is_read_only(self.storage)
+
     def policy(self) -> WritePolicy:
         """Return the write policy; vLLM owns the device tier, so `write_back` is refused."""
         return WritePolicy.parse(self.write_policy, min_hits=self.min_hits, device_owned=False)
@@ -108,3 +140,10 @@ class ConnectorOptions:
         value = getattr(self, name)
         if not (isinstance(value, str) or (optional and value is None)):
             raise ConfigError(f"{name} is no text", got=repr(value), expected="a string")
+
+
+def _remedy(unknown: str, known: list[str]) -> str | None:
+    if unknown in _ELSEWHERE:
+        return f"Here it is {_ELSEWHERE[unknown]}; docs/engines.md has the others."
+    near = difflib.get_close_matches(unknown, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else None

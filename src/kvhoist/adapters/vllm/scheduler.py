@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvhoist.adapters.vllm.counts import SchedulerCounts
@@ -204,12 +204,14 @@ class SchedulerSide:
             return
         state.told = True
         request, found = state.request, len(state.found_blocks) * self._shape.block_tokens
+        asked = " Storage was asked for what is missing." if state.asked_storage else ""
         _log.debug(
-            "kvhoist: request %s: %d of %d tokens are on the device, %d more can be loaded. %s",
+            "kvhoist: request %s: %d of %d tokens are on the device, %d more can be loaded.%s %s",
             request.request_id,
             num_computed_tokens,
             request.num_tokens,
             found,
+            asked,
             self.plane.explain(self._space, state.keys, request.num_tokens),
         )
 
@@ -239,6 +241,16 @@ class SchedulerSide:
         if offers and self._offers:
             self.plane.write_all(self._space, offers)
 
+    def _distrust(self, order: LoadOrder, failed_pages: Iterable[int]) -> None:
+        """Offer nothing that the step of a load computed over blocks which it did not bring. vLLM takes back what the
+        request itself computed; of one that ended meanwhile, or shares these blocks and so goes on, it does not."""
+        per_page, blocks = self._shape.blocks_per_page, order.job.device_blocks
+        wrong = {block for page in failed_pages for block in blocks[page * per_page : (page + 1) * per_page]}
+        self._offering.drop_ended(wrong)
+        for name, state in self._states.items():
+            if name != order.request_id and not wrong.isdisjoint(state.blocks):
+                state.offers = False  # until it begins anew
+
     def _settle(self, finished: Finished) -> None:
         job = finished.job
         if job.kind is JobKind.OFFLOAD:
@@ -255,6 +267,8 @@ class SchedulerSide:
         if state is not None and state.load_job == job.id:
             state.load_job = None
         if failed:
+            if order.sync:
+                self._distrust(order, finished.failed_pages)
             self._prefixes.refuse(failed)
             self.counts.failed(failed)
             if state is not None:

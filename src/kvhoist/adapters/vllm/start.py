@@ -11,6 +11,7 @@ from typing import Any
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
+from kvhoist import __version__
 from kvhoist.adapters.vllm import compat
 from kvhoist.adapters.vllm.caches import read_kv_caches
 from kvhoist.adapters.vllm.identity import engine_namespace, group_of
@@ -165,12 +166,23 @@ def start_scheduler(
         device_owned=False,
         num_ranks=len(reports),
         has_storage=options.storage is not None,
+        persists=options.persists,
         clock=time.monotonic,
     )
     role = vllm_config.kv_transfer_config
+    namespace = engine_namespace(vllm_config, reports, weights_id=options.weights_id, tenant=options.tenant)
+    _log.info(
+        "kvhoist %s is on: the host tier holds %d pages of %d tokens (%d tokens); storage: %s; namespace %s",
+        __version__,
+        num_pages,
+        reports[0].page_tokens,
+        num_pages * reports[0].page_tokens,
+        options.storage or "none",
+        namespace.digest.hex()[:16],
+    )
     return SchedulerSide(
         plane,
-        engine_namespace(vllm_config, reports, weights_id=options.weights_id, tenant=options.tenant),
+        namespace,
         page_shape(vllm_config, kv_cache_config, options),
         Waits(options.lookup_timeout_s, options.prefetch_timeout_s),
         group_id=group_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 
@@ -26,6 +27,9 @@ from kvhoist.storage.open import open_storage_io, open_store
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger("vllm.kvhoist")
+
+_SHOWN = 60
+"""Characters of a field's value in a message."""
 
 
 class WorkerSide:
@@ -74,7 +78,7 @@ class WorkerSide:
                 io_backend=options.io_backend,
                 staging_bytes=options.staging_bytes,
                 debug_verify=options.debug_verify,
-                persists=place.persists,
+                persists=place.persists and options.persists,
                 early_persist=True,
             )
             undo.pop_all()
@@ -156,9 +160,11 @@ class WorkerSide:
         """Let what is on its way to storage arrive, for `drain_timeout_s`, and release everything."""
         self._closing = True
         timeout_s = self._options.drain_timeout_s
+        deadline = time.monotonic() + timeout_s
         ended = self._mover.close(drain=True, timeout_s=timeout_s)
         if self._io is not None:
-            ended = self._io.close(drain=ended, timeout_s=timeout_s) and ended
+            left_s = max(0.0, deadline - time.monotonic())
+            ended = self._io.close(drain=ended, timeout_s=left_s) and ended
         if self._store is not None:
             self._store.close()
         if ended:
@@ -243,8 +249,18 @@ class WorkerSide:
             _log.warning("kvhoist: the store cannot say which namespaces it holds", exc_info=True)
             return
         if known and ours.digest not in known and "reset" not in fields:
-            nearest = min((ours.differs_from(Namespace.from_fields(other)) for other in known.values()), key=len)
+            nearest = min(map(Namespace.from_fields, known.values()), key=lambda other: len(ours.differs_from(other)))
+            theirs = nearest.field_dict()
+            differing = (
+                f"{name} (there {_short(theirs, name)}, here {_short(fields, name)})"
+                for name in ours.differs_from(nearest)
+            )
             _log.warning(
                 "kvhoist: the store holds pages of other namespaces only: no hits from it; the nearest differs in %s",
-                ", ".join(nearest),
+                ", ".join(differing),
             )
+
+
+def _short(fields: Mapping[str, str], name: str) -> str:
+    value = fields.get(name, "nothing")
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
