@@ -7,6 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from kvhoist.copies import Finish
+from kvhoist.messages import JobKind
 from kvhoist.platform.base import Event, Platform
 from kvhoist.transfer import Transfer
 
@@ -37,8 +38,32 @@ class CopyLane:
         if platform.capabilities.asynchronous:
             targets[f"{name}-end"] = self._finish
         self._threads = [threading.Thread(target=run, name=who, daemon=True) for who, run in targets.items()]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            self._begun.put(None)
+            raise
+
+    @classmethod
+    def open_both(
+        cls,
+        rank: int,
+        platform: Platform,
+        begin: Callable[[Transfer, Event | None], Finish | None],
+        end: Callable[[Transfer, Finish], None],
+    ) -> dict[JobKind, CopyLane]:
+        """Return a lane for loads and one for offloads; none lives on where one cannot start."""
+        lanes: dict[JobKind, CopyLane] = {}
+        try:
+            for kind in (JobKind.LOAD, JobKind.OFFLOAD):
+                lanes[kind] = cls(f"kvhoist-{kind}-{rank}", platform, begin, end)
+        except BaseException:
+            for lane in lanes.values():
+                lane.close()
+            raise
+        return lanes
 
     def put(self, transfer: Transfer, after: Event | None) -> None:
         self._queue.put((transfer, after))

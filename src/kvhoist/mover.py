@@ -86,10 +86,11 @@ class Mover:
         self._cancelled: set[int] = set()
         self._cancels: dict[int, Callable[[], bool]] = {}
         self._idle = threading.Condition(self._lock)
-        self._lanes = {
-            kind: CopyLane(f"kvhoist-{kind}-{rank}", platform, self._begin, self._end)
-            for kind in (JobKind.LOAD, JobKind.OFFLOAD)
-        }
+        try:
+            self._lanes = CopyLane.open_both(rank, platform, self._begin, self._end)
+        except BaseException:
+            self._copies.close()
+            raise
 
     @property
     def num_open(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from types import TracebackType
 
 from kvhoist.errors import ConfigError
@@ -15,12 +14,13 @@ CHUNKS = 4
 
 
 class Chunk:
-    """`num_bytes` of the ring. `filled` is for its user, to order the two halves of its work."""
+    """A piece of the ring, at `address`. `filled` is for its user, to order the two halves of its work; `free` is that
+    work's end. `first` to `stop` are the bytes that nobody has taken since."""
 
-    __slots__ = ("address", "filled", "free")
+    __slots__ = ("address", "filled", "first", "free", "stop")
 
     def __init__(self, filled: Event, free: Event) -> None:
-        self.address = 0
+        self.address = self.first = self.stop = 0
         self.filled = filled
         self.free = free
 
@@ -42,7 +42,7 @@ class StagingRing:
         self.max_chunk_bytes = region.num_bytes // CHUNKS
         self._region = region
         self._platform = platform
-        self._in_use: deque[Chunk] = deque()
+        self._in_use: list[Chunk] = []
         self._spare: list[Chunk] = []
         self._head = region.address
         self._lock = threading.Lock()
@@ -69,18 +69,18 @@ class StagingRing:
                 remedy="Raise staging_bytes, or use smaller pages.",
             )
         start = self._head
-        wraps = start + num_bytes > self._region.end
-        if wraps:
+        if start + num_bytes > self._region.end:
             start = self._region.address
-        stop = start + num_bytes
-        in_use = self._in_use
-        while in_use and ((wraps and in_use[0].address >= self._head) or start <= in_use[0].address < stop):
-            oldest = in_use.popleft()
-            stream.wait(oldest.free)
-            self._spare.append(oldest)
+        stop = self._head = start + num_bytes
+        for earlier in [chunk for chunk in self._in_use if chunk.first < stop and start < chunk.stop]:
+            stream.wait(earlier.free)
+            earlier.first = stop  # what lies before was taken in the turns before
+            if earlier.first >= earlier.stop:
+                self._in_use.remove(earlier)
+                self._spare.append(earlier)
         chunk = self._spare.pop() if self._spare else Chunk(self._platform.make_event(), self._platform.make_event())
-        chunk.address = start
-        self._head = stop
+        chunk.address = chunk.first = start
+        chunk.stop = stop
         return chunk
 
     def give_back(self, chunk: Chunk, stream: Stream) -> None:

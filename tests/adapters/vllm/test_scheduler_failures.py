@@ -11,7 +11,18 @@ import pytest
 from vllm_harness import SimEngine, generate, prompt_of
 from vllm_harness_faults import Gate, copy_faults, corrupt_host_pages, slow_copies
 from vllm_harness_kv import HAS_LAYOUTS
-from vllm_harness_kvhoist import audit, end, host_bytes, host_pages, movers, num_jobs, parts_of, settle, side
+from vllm_harness_kvhoist import (
+    audit,
+    end,
+    host_bytes,
+    host_pages,
+    movers,
+    num_jobs,
+    parts_of,
+    settle,
+    side,
+    threads_of,
+)
 
 from kvhoist.adapters.vllm import prefixes, start
 from kvhoist.errors import HostMemoryError, KvhoistError
@@ -270,7 +281,7 @@ def test_where_one_rank_cannot_start_and_the_cache_is_off_the_others_give_their_
         engine.ask(PROMPT, 3)
         assert [worker.connector.worker_side for worker in engine.workers] == [None, None]
         assert other.arena.held_bytes == 0
-        assert not any(thread.is_alive() for thread in other._mover._threads)
+        assert not any(thread.is_alive() for thread in threads_of(other))
 
 
 def test_a_problem_at_the_start_that_is_nobodys_error_leaves_the_cache_off_where_that_was_asked_for(
@@ -292,3 +303,17 @@ def test_the_switch_in_the_environment_turns_everything_off(checkpoint: Any, mon
         engine.ask(PROMPT, 3)
         assert engine.reset()
         assert engine.ask(PROMPT, 3).num_external == 0
+
+
+def test_what_was_computed_over_a_failed_layerwise_load_is_no_local_hit_either(sim: Sim) -> None:
+    """Its request ends in that very step, so that nobody computes those blocks again. vLLM would go on finding them."""
+    engine = sim({"layerwise": True})
+    prompt = prompt_of("a", 33)
+    longer = prompt + prompt_of("b", 24)
+    engine.ask(prompt, 1)
+    settle(engine)
+    assert engine.reset()
+    with copy_faults(lambda job, rank: [1], kinds=[JobKind.LOAD]):
+        engine.abort(engine.add(longer, 5), during_step=True)
+        engine.step()
+    engine.ask([*longer, 1], 3)  # the harness checks each block that is read

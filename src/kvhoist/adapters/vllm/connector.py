@@ -167,6 +167,9 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None and meta is not None:
             assert isinstance(meta, WorkerMetadata), "only this connector's workers answer it"
             self._scheduler.update_output(meta)
+            untrusted = self._scheduler.take_untrusted()
+            if untrusted and self._block_pool is not None:
+                self._block_pool.evict_blocks(untrusted)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:

@@ -28,6 +28,7 @@ class Offering:
         self._begun: dict[str, RequestState] = {}
         self._ended: list[Offer] = []
         self._ended_keys: set[bytes] = set()
+        self._ended_blocks: list[Sequence[int]] = []
         self._num_pages = 0
         self._num_steps = 0
 
@@ -66,6 +67,7 @@ class Offering:
         """Return the pages that earlier steps filled, once they are enough, and keep the requests of which this step
         fills one."""
         self._num_steps += 1
+        self._ended_blocks.clear()
         if not self._ended and self._num_pages < _ENOUGH_PAGES and self._num_steps < _MOST_STEPS:
             self._begin(num_scheduled_tokens)
             return []
@@ -89,7 +91,8 @@ class Offering:
         self._begun.pop(request_id, None)
         if state.running:
             for offer in self._filled(state):
-                self._add_ended(offer)
+                self._ended.append(offer)
+                self._ended_keys.update(offer.keys[offer.start : offer.stop])
 
     def has_ended(self, key: bytes) -> bool:
         """Tell whether the page is one of those that ended requests left to offer."""
@@ -101,21 +104,20 @@ class Offering:
         self._ended_keys.clear()
         return offers
 
-    def drop_ended(self, blocks: Set[int]) -> None:
-        """Offer nothing of ended requests that read one of `blocks`."""
+    def drop_ended(self, blocks: Set[int]) -> set[int]:
+        """Offer nothing of requests that ended since the last step and read one of `blocks`. Returns all blocks that
+        they computed over these."""
         offers = [offer for offer in self.take_ended() if blocks.isdisjoint(offer.device_blocks)]
         for offer in offers:
-            self._add_ended(offer)
+            self._ended.append(offer)
+            self._ended_keys.update(offer.keys[offer.start : offer.stop])
+        return set().union(*(blocks_over(blocks, held) for held in self._ended_blocks))
 
     def forget(self) -> None:
         """Offer nothing of what was filled so far."""
         self._due.clear()
         self._begun.clear()
         self.take_ended()
-
-    def _add_ended(self, offer: Offer) -> None:
-        self._ended.append(offer)
-        self._ended_keys.update(offer.keys[offer.start : offer.stop])
 
     def _begin(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Let the next step offer what requests bring that began with this one. Their local hits may be blocks that
@@ -146,3 +148,9 @@ class Offering:
             return []
         blocks = state.blocks[first * shape.blocks_per_page : stop * shape.blocks_per_page]
         return [Offer(keys, first, stop, blocks, state.request.request_id)]
+
+
+def blocks_over(wrong: Set[int], blocks: Sequence[int]) -> Sequence[int]:
+    """Return those of a request's blocks that hold what was computed over one of `wrong`, which are among them."""
+    first = next((i for i, block in enumerate(blocks) if block in wrong), len(blocks))
+    return blocks[first:]

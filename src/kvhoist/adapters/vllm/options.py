@@ -16,8 +16,8 @@ from kvhoist.storage.open import is_read_only
 from kvhoist.units import parse_bytes
 
 _ON_ERROR = ("fail", "disable")
-_FEWEST_HOST_BYTES = 4096
-"""The smallest host page."""
+_NO_UNIT = 1024
+"""Sizes below it were meant in another unit than bytes."""
 
 _ELSEWHERE = {
     "block_size": "blocks_per_page (in blocks of vLLM)",
@@ -82,11 +82,10 @@ class ConnectorOptions:
     def __post_init__(self) -> None:
         for name in ("host_bytes", "staging_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name=name))
-        if self.host_bytes < _FEWEST_HOST_BYTES:
+        if self.host_bytes < _NO_UNIT:
             raise ConfigError(
-                "host_bytes is in bytes",
+                "host_bytes without a unit is in bytes",
                 got=f"{self.host_bytes} B",
-                expected=f"at least {_FEWEST_HOST_BYTES} B",
                 remedy=f'Write "{self.host_bytes}GiB" if that is what you mean.',
             )
         for name in ("layerwise", "debug_verify"):

@@ -12,7 +12,7 @@ from kvhoist.adapters.vllm.counts import SchedulerCounts
 from kvhoist.adapters.vllm.fences import Fences
 from kvhoist.adapters.vllm.loads import Loads
 from kvhoist.adapters.vllm.metadata import NO_ORDERS, ConnectorMetadata, LoadOrder, WorkerMetadata
-from kvhoist.adapters.vllm.offering import Offering
+from kvhoist.adapters.vllm.offering import Offering, blocks_over
 from kvhoist.adapters.vllm.prefixes import Prefixes, Waits
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
 from kvhoist.control.jobs import Finished
@@ -61,6 +61,7 @@ class SchedulerSide:
         self._offering = Offering(shape, self._fences, group_id=group_id)
         self._open_loads = Loads()
         self._device_is_stale = False
+        self._untrusted: set[int] = set()
         self._namespace = namespace
         self._space = plane.space(namespace)
         self._tell_namespace = True
@@ -183,6 +184,11 @@ class SchedulerSide:
             state.waits_for, state.asked_storage, state.prefetched = None, False, range(0)
         return not self._open_loads
 
+    def take_untrusted(self) -> set[int]:
+        """Return the device blocks that hold wrong bytes since the last call: vLLM must not find them any more."""
+        untrusted, self._untrusted = self._untrusted, set()
+        return untrusted
+
     def close(self) -> None:
         """Check the books and forget the requests. Logs what does not add up."""
         self._audit()
@@ -242,13 +248,17 @@ class SchedulerSide:
             self.plane.write_all(self._space, offers)
 
     def _distrust(self, order: LoadOrder, failed_pages: Iterable[int]) -> None:
-        """Offer nothing that the step of a load computed over blocks which it did not bring. vLLM takes back what the
-        request itself computed; of one that ended meanwhile, or shares these blocks and so goes on, it does not."""
+        """Offer nothing that a step computed over blocks which its load did not bring, and let vLLM find none of it.
+        vLLM computes again what the request itself had; of one that ended meanwhile, or shares these blocks and so goes
+        on, it does not, and it leaves all of it in its prefix cache."""
         per_page, blocks = self._shape.blocks_per_page, order.job.device_blocks
         wrong = {block for page in failed_pages for block in blocks[page * per_page : (page + 1) * per_page]}
-        self._offering.drop_ended(wrong)
+        self._untrusted |= wrong | self._offering.drop_ended(wrong)
+        self._untrusted.discard(LEFT_OUT)
         for name, state in self._states.items():
-            if name != order.request_id and not wrong.isdisjoint(state.blocks):
+            over = blocks_over(wrong, state.blocks)
+            self._untrusted.update(over)
+            if over and name != order.request_id:
                 state.offers = False  # until it begins anew
 
     def _settle(self, finished: Finished) -> None:
