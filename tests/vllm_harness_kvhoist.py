@@ -119,7 +119,7 @@ def end(engine: SimEngine) -> None:
     assert_nothing_kept(engine)
     parts = parts_of(engine)
     arenas = [part.arena for part in parts]
-    threads = [thread for part in parts for thread in _threads_of(part)]
+    threads = [thread for part in parts for thread in threads_of(part)]
     del parts
     engine.close()
     wait_for(lambda: not any(thread.is_alive() for thread in threads), "threads end")
@@ -137,6 +137,7 @@ def ended(engine: SimEngine) -> Iterator[SimEngine]:
         engine.close()
 
 
-def _threads_of(part: Any) -> list[threading.Thread]:
+def threads_of(part: Any) -> list[threading.Thread]:
     io = part._io
-    return [*part._mover._threads, *(io._threads if io is not None else ())]
+    copying = [thread for lane in part._mover._lanes.values() for thread in lane._threads]
+    return [*copying, *(io._threads if io is not None else ())]

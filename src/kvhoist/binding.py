@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 
@@ -18,10 +18,12 @@ from kvhoist.control.plane import ControlPlane
 from kvhoist.control.policy import WritePolicy
 from kvhoist.control.tiers import Tier
 from kvhoist.device_layout import DeviceCache
+from kvhoist.engine_points import EnginePoints
 from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.geometry import CacheGroup
 from kvhoist.layout import Unit
 from kvhoist.memory.arena import HostArena
+from kvhoist.memory.pinned import touch_threads
 from kvhoist.messages import Completion, Job
 from kvhoist.mover import Mover
 from kvhoist.platform.base import Event
@@ -50,6 +52,7 @@ class Binding:
         host_bytes: int | str,
         store: Store | str | None,
         config: CacheConfig,
+        engine_stream: Callable[[], int] | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.transfers: dict[int, Transfer] = {}
@@ -62,9 +65,11 @@ class Binding:
         self._pid = os.getpid()
         self._report: CloseReport | None = None
         self._closing = False
+        platform = open_platform(device.device)
+        self.points = EnginePoints(platform, engine_stream, required=config.device_owned)
         policy = WritePolicy.parse(config.write_policy, min_hits=config.min_hits, device_owned=config.device_owned)
         with contextlib.ExitStack() as undo:
-            self.arena = HostArena(group, host_bytes=host_bytes)
+            self.arena = HostArena(group, host_bytes=host_bytes, first_touch_threads=touch_threads(platform))
             undo.callback(self.arena.close)
             capacities = {Tier.HOST: self.arena.num_pages}
             if config.device_owned:
@@ -90,10 +95,11 @@ class Binding:
                 group,
                 device,
                 self.arena,
-                platform=open_platform(device.device),
+                platform=platform,
                 on_complete=self._book,
                 io=self.io,
                 io_backend=config.io_backend,
+                staging_bytes=int(config.staging_bytes),
                 debug_verify=config.debug_verify,
             )
             undo.pop_all()
@@ -147,8 +153,12 @@ class Binding:
         return found
 
     def dispatch(self, after: Event | None = None) -> dict[int, Transfer]:
-        """Hand the outbox to the mover, with `lock` held, and return the transfers by job id. A job that it refuses is
-        booked as failed."""
+        """Hand the outbox to the mover, with `lock` held, and return the transfers by job id. Copies begin after
+        `after` and the engine's points. A job that the mover refuses is booked as failed."""
+        if self.points.latest is not None:
+            if after is not None:
+                self.points.join(after)
+            after = self.points.latest
         submitted: dict[int, Transfer] = {}
         while jobs := self.plane.take_jobs():
             for job in jobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from kvhoist import acquire
@@ -35,7 +35,9 @@ class HierarchicalCache(TierMoves):
     another one where one device cache serves several (adapters, tenants). device: the engine's tensors as
     `read_device_layout` reads them, kept alive by the cache. host_bytes: size of the host tier (`"64GiB"`), taken at
     once and exactly. store: a Store, or an address for `open_store` such as `"file:/var/cache/kv?capacity=1TiB"`; a
-    store given as an object stays open at close.
+    store given as an object stays open at close. engine_stream: on a GPU, returns the handle of the stream in which
+    the calling thread's model works (`lambda: torch.cuda.current_stream().cuda_stream`): copies of pages that it wrote
+    or gave back start after what it has been given to do by then.
 
     Raises GeometryError where device and geometry differ, UnsupportedGeometryError for several cache groups,
     PolicyError for an unknown policy or `write_back` on a device tier that the engine owns, HostMemoryError,
@@ -51,6 +53,7 @@ class HierarchicalCache(TierMoves):
         host_bytes: int | str,
         store: Store | str | None = None,
         config: CacheConfig | None = None,
+        engine_stream: Callable[[], int] | None = None,
     ) -> None:
         config = config or CacheConfig()
         self.namespace = _namespace(namespace)
@@ -62,7 +65,8 @@ class HierarchicalCache(TierMoves):
                 got=device.layout.group.describe(),
                 expected=group.describe(),
             )
-        super().__init__(Binding(group, device, host_bytes, store, config), config, group, disabled=disabled)
+        binding = Binding(group, device, host_bytes, store, config, engine_stream)
+        super().__init__(binding, config, group, disabled=disabled)
         self._noted: set[bytes] = set()
         self.space(namespace)
 
@@ -165,6 +169,7 @@ class HierarchicalCache(TierMoves):
             self._clean(match.num_pages - match.pages_by_tier["device"])
             loads = acquire.run(way, self._lock, self._binding.dispatch, timeout_s=limit, layerwise=layerwise)
             with self._lock:
+                self._binding.points.catch_up()
                 pages = way.pages(loading=bool(loads))
                 tokens = {name: n * self.group.page_tokens for name, n in way.finish(len(pages)).items()}
                 if self._plane.policy.when is WriteWhen.WRITE_THROUGH_SELECTIVE and pages:
@@ -175,7 +180,7 @@ class HierarchicalCache(TierMoves):
         except BaseException:
             self._release(way.pins)
             raise
-        return Lease(match, pages, tokens, loads, lambda: self._release(way.pins))
+        return Lease(match, pages, tokens, loads, lambda: self._release(way.pins), self._binding.points.stream)
 
     def reserve(
         self,
@@ -209,11 +214,13 @@ class HierarchicalCache(TierMoves):
 
         def commit() -> None:
             with self._lock:
+                self._binding.points.mark()
                 self._plane.commit(space, keys, indices, entries, for_whom=for_whom)
                 self._binding.dispatch()
 
         def abandon() -> None:
             with self._lock:
+                self._binding.points.mark()
                 self._plane.directory.fail(entries, Tier.DEVICE, "its request gave up before the page was complete")
 
         return Reservation(indices, pages, commit, abandon)
@@ -273,6 +280,7 @@ class HierarchicalCache(TierMoves):
 
     def _release(self, pins: Pins) -> None:
         with self._lock:
+            self._binding.points.mark()
             pins.release()
 
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from kvhoist.checks import count, seconds
 from kvhoist.control.eviction import EvictionFactory
 from kvhoist.errors import ConfigError
+from kvhoist.units import parse_bytes
+
+DEFAULT_STAGING_BYTES = 256 << 20
+"""Measured on an H200: enough that the link never waits for a relayout kernel that queues behind a large GEMM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class CacheConfig:
         are dropped and counted; None is half of the host tier (waiting pages stay pinned there), at least 64.
     history_pages: how many evicted or failed pages `explain` remembers.
     io_backend: `auto`, or a copy engine by name.
+    staging_bytes: device memory that copies on a GPU pass through, beside the engine's own tensors; less is taken where
+        the host tier is small. A page must fit into a quarter of it.
     debug_verify: compare each loaded page with what was offloaded (slow).
     store_secret: signs pages in storage with a keyed BLAKE2b; pages written without it are refused. None takes the
         environment's (KVHOIST_STORE_SECRET), if there is one.
@@ -38,6 +44,7 @@ class CacheConfig:
     max_queued_pages: int | None = None
     history_pages: int = 65536
     io_backend: str = "auto"
+    staging_bytes: int | str = DEFAULT_STAGING_BYTES
     debug_verify: bool = False
     store_secret: bytes | None = field(default=None, repr=False)
 
@@ -49,6 +56,7 @@ class CacheConfig:
         if self.max_queued_pages is not None:
             count("max_queued_pages", self.max_queued_pages, least=1, most=1 << 30)
         count("history_pages", self.history_pages)
+        object.__setattr__(self, "staging_bytes", parse_bytes(self.staging_bytes, name="staging_bytes"))
         for name in ("device_owned", "debug_verify"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is neither True nor False", got=repr(getattr(self, name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -12,54 +13,108 @@ from kvhoist.copy.reference import BoundPlan
 from kvhoist.device_layout import DeviceCache
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import Job
-from kvhoist.platform.base import IdArray, Platform
+from kvhoist.platform.base import Event, IdArray, Platform
+from kvhoist.transfer import Transfer
 from kvhoist.verify import PageDigests
 
 _MAX_LOAD_STEPS = 8
 """Layer groups of a load: enough for a prefill to start early, few enough that each is many pages' worth of bytes."""
 
 
-class Copies:
-    """Plans of both directions with their engines chosen, and `debug_verify`'s digests. Loads and offloads may run at
-    once, each in one thread; jobs that touch the same bytes are the control plane's to order."""
+class Copied(NamedTuple):
+    """Bytes that a copy moved, the indices of pages that failed, and why."""
+
+    num_bytes: int
+    failed_pages: tuple[int, ...] = ()
+    error: str | None = None
+
+
+MISMATCH = "debug_verify: the device does not hold what was offloaded"
+
+Finish = Callable[[], Copied]
+"""Blocks until the last byte of a copy that was begun."""
+
+
+def failed_with(problem: BaseException) -> Finish:
+    """Return the end of a copy that could not begin: it raises `problem`."""
+
+    def finish() -> Copied:
+        raise problem
+
+    return finish
+
+
+class Copies(Protocol):
+    """Plans of both directions with their engines chosen. Loads and offloads may be begun at once, each in one thread;
+    jobs that touch the same bytes are the control plane's to order."""
+
+    plans: tuple[CopyPlan, CopyPlan]
+
+    def offload(self, job: Job, after: Event | None, transfer: Transfer) -> Finish:
+        """Begin to copy the job's blocks to its host pages, behind `after`."""
+        ...
+
+    def load(self, job: Job, after: Event | None, transfer: Transfer) -> Finish:
+        """Begin to copy the job's host pages to its blocks (none to one that is LEFT_OUT), behind `after`, and tell
+        `transfer` which layers arrive when. With `debug_verify` pages arrive as a whole."""
+        ...
+
+    def arrived(self, host_pages: Sequence[int]) -> None:
+        """Take note of what host pages hold now."""
+        ...
+
+    def close(self) -> None:
+        """Give back what belongs to copies alone. Nothing may be under way."""
+        ...
+
+
+def plans_between(
+    device: DeviceCache, arena: HostArena, platform: Platform, io_backend: str
+) -> tuple[CopyPlan, CopyPlan]:
+    """Return the plans of offloads and loads, with engines chosen. Raises ConfigError as `choose_engine` does."""
+    offload, load = (
+        plan.with_choice(choose_engine(plan, platform, io_backend))
+        for plan in (CopyPlan.make(device.layout, arena.layout), CopyPlan.make(arena.layout, device.layout))
+    )
+    return offload, load
+
+
+def ids_of(numbers: Sequence[int]) -> IdArray:
+    return np.asarray(numbers, dtype=np.int64)
+
+
+class HostCopies:
+    """Copies by the reference engine, where the CPU can address the device's memory: done when they have begun, hence
+    begun when `after` has happened."""
 
     def __init__(
         self, device: DeviceCache, arena: HostArena, platform: Platform, io_backend: str, *, debug_verify: bool
     ) -> None:
-        offload, load = (
-            plan.with_choice(choose_engine(plan, platform, io_backend))
-            for plan in (CopyPlan.make(device.layout, arena.layout), CopyPlan.make(arena.layout, device.layout))
-        )
+        offload, load = self.plans = plans_between(device, arena, platform, io_backend)
         host = (arena.region,)
-        self.plans = (offload, load)
         self._offload = BoundPlan(offload, device.buffers, host)
         self._load = [BoundPlan(step, host, device.buffers) for step in load.layer_groups(_MAX_LOAD_STEPS)]
-        self._digests = PageDigests(device, arena) if debug_verify else None
+        self._digests = PageDigests.of_host(device, arena) if debug_verify else None
 
-    def offload(self, job: Job) -> int:
-        """Copy the job's blocks to its host pages and return the bytes moved. Blocks until the last byte."""
-        num_bytes = self._offload.copy(_ids(job.device_blocks), _ids(job.host_pages))
+    def offload(self, job: Job, after: Event | None, transfer: Transfer) -> Finish:
+        num_bytes = self._offload.copy(ids_of(job.device_blocks), ids_of(job.host_pages))
         self.arrived(job.host_pages)
-        return num_bytes
+        return lambda: Copied(num_bytes)
 
-    def load(self, job: Job, arrive: Callable[[int], None]) -> tuple[int, tuple[int, ...]]:
-        """Copy the job's host pages to its blocks (none to one that is LEFT_OUT), calling `arrive(number of layers in
-        place)` as they come. Return the bytes moved and the indices of pages that `debug_verify` refuses (which only
-        arrive as a whole then)."""
-        pages, blocks = _ids(job.host_pages), _ids(job.device_blocks)
+    def load(self, job: Job, after: Event | None, transfer: Transfer) -> Finish:
+        pages, blocks = ids_of(job.host_pages), ids_of(job.device_blocks)
         num_layers = num_bytes = 0
         for step in self._load:
             num_bytes += step.copy(pages, blocks)
             num_layers += len(step.plan.layers)
             if self._digests is None:
-                arrive(num_layers)
-        return num_bytes, self._digests.mismatches(job.host_pages, blocks) if self._digests else ()
+                transfer.arrive(num_layers)
+        wrong = self._digests.mismatches(job.host_pages, blocks) if self._digests else ()
+        return lambda: Copied(num_bytes, wrong, MISMATCH if wrong else None)
 
     def arrived(self, host_pages: Sequence[int]) -> None:
-        """Take note of what host pages hold now."""
         if self._digests:
             self._digests.remember(host_pages)
 
-
-def _ids(numbers: Sequence[int]) -> IdArray:
-    return np.asarray(numbers, dtype=np.int64)
+    def close(self) -> None:
+        return

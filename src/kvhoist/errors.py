@@ -12,6 +12,7 @@ KvhoistError
 ├── PageIdError                       a page id freed twice, never given out, or leaked
 ├── TransferError                     a job that failed; carries the job id and the failed pages
 │   └── TransferCancelledError        a job that was cancelled before it ran
+├── DeviceError                       a call of a device's runtime that failed, by its own name for it
 ├── StorageError                      a store that cannot do what was asked
 │   ├── StoreFormatError              a folder written by another format version
 │   └── StoreUnavailableError         read-only, full, gone, or fenced off
@@ -98,6 +99,10 @@ class TransferError(KvhoistError):
 
 class TransferCancelledError(TransferError):
     """A job that was cancelled before its bytes moved."""
+
+
+class DeviceError(KvhoistError):
+    """A call of a device's runtime that failed: its own name for it, and what was being done."""
 
 
 class StorageError(KvhoistError):

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from kvhoist.control.directory import Space
 from kvhoist.errors import ClosedError
+from kvhoist.platform.base import Stream
 from kvhoist.transfer import Transfer
 
 
@@ -47,12 +48,14 @@ class Lease:
         tokens_by_tier: Mapping[str, int],
         transfers: Sequence[Transfer],
         release: Callable[[], None],
+        engine_stream: Callable[[], Stream | None],
     ) -> None:
         self.match = match
         self.device_pages = list(device_pages)
         self.tokens_by_tier = dict(tokens_by_tier)
         self.transfers = list(transfers)
         self._release: Callable[[], None] | None = release
+        self._engine_stream = engine_stream
 
     @property
     def num_pages(self) -> int:
@@ -63,12 +66,20 @@ class Lease:
         return len(self.device_pages) * self.match.page_tokens
 
     def wait(self, layer: int | None = None, *, timeout_s: float | None = None) -> None:
-        """Block until `layer` (or all, with None) of every page is on the device.
+        """Block until `layer` (or all, with None) of every page is on the device; on a GPU let the engine's stream wait
+        for that instead, and call `check` when the model has run.
 
         Raises TransferError when a page failed: recompute then; TimeoutError after `timeout_s`.
         """
+        stream = self._engine_stream()
         for transfer in self.transfers:
-            transfer.wait(layer, timeout_s=timeout_s)
+            transfer.wait(layer, timeout_s=timeout_s, stream=stream)
+
+    def check(self, *, timeout_s: float | None = None) -> None:
+        """Block until all pages are on the device. Raises TransferError when one failed: what was computed from it is
+        worthless then; TimeoutError."""
+        for transfer in self.transfers:
+            transfer.wait(timeout_s=timeout_s)
 
     def release(self) -> None:
         """Give the pages back to the device tier, where they stay until evicted. Idempotent."""

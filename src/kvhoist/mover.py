@@ -8,18 +8,21 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
 
-from kvhoist.copies import Copies
+from kvhoist.config import DEFAULT_STAGING_BYTES
+from kvhoist.copies import Copied, Copies, Finish, failed_with
+from kvhoist.copy_lane import CopyLane
+from kvhoist.device_copies import make_copies
 from kvhoist.device_layout import DeviceCache
 from kvhoist.early_persist import EarlyPersist
 from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.geometry import CacheGroup
 from kvhoist.memory.arena import HostArena
-from kvhoist.messages import WHOLE, Completion, Job, JobKind, Shard, StorageKey
+from kvhoist.messages import WHOLE, Completion, Job, JobKind, Shard
 from kvhoist.platform.base import Event, Platform
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.outcomes import CANCELLED, PageOutcomes
+from kvhoist.storage_jobs import start_storage_job
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger(__name__)
@@ -57,6 +60,7 @@ class Mover:
         rank: int = 0,
         shard: Shard = WHOLE,
         io_backend: str = "auto",
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
         debug_verify: bool = False,
         persists: bool = True,
         early_persist: bool = False,
@@ -69,8 +73,11 @@ class Mover:
         self._persists = persists
         self._early = EarlyPersist(io, arena, shard) if early_persist and persists and io is not None else None
         self._on_complete = on_complete
-        self._copies: Copies | None = Copies(device, arena, platform, io_backend, debug_verify=debug_verify)
+        self._copies: Copies | None = make_copies(
+            device, arena, platform, io_backend, staging_bytes=staging_bytes, debug_verify=debug_verify
+        )
         self.plans = self._copies.plans
+        self._asynchronous = platform.capabilities.asynchronous
         self._lock = threading.Lock()
         self._closed = False
         self._num_mismatches = 0
@@ -79,16 +86,11 @@ class Mover:
         self._cancelled: set[int] = set()
         self._cancels: dict[int, Callable[[], bool]] = {}
         self._idle = threading.Condition(self._lock)
-        self._queues: dict[JobKind, SimpleQueue[tuple[Transfer, Event | None] | None]] = {
-            JobKind.LOAD: SimpleQueue(),
-            JobKind.OFFLOAD: SimpleQueue(),
-        }
-        self._threads = [
-            threading.Thread(target=self._work, args=(queue,), name=f"kvhoist-{kind}-{rank}", daemon=True)
-            for kind, queue in self._queues.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            self._lanes = CopyLane.open_both(rank, platform, self._begin, self._end)
+        except BaseException:
+            self._copies.close()
+            raise
 
     @property
     def num_open(self) -> int:
@@ -111,16 +113,16 @@ class Mover:
         with self._lock:
             if self._closed:
                 raise ClosedError("this mover is closed", got=f"a {job.kind} job")
-            if job.kind not in self._queues and self._io is None and not nothing_to_do:
+            if job.kind not in self._lanes and self._io is None and not nothing_to_do:
                 raise ConfigError(f"a {job.kind} job needs a store", remedy="Attach one when the cache is built.")
             self._open[job.id] = transfer
         if nothing_to_do:
             self._answer(transfer, Completion(job.id, self.rank))
             return transfer
         try:
-            queue = self._queue_of(job)
-            if queue is not None:
-                queue.put((transfer, after))
+            lane = self._lane_of(job)
+            if lane is not None:
+                lane.put(transfer, after)
             else:
                 self._submit_io(transfer)
         except BaseException:  # it was not taken: nobody will answer it
@@ -163,60 +165,71 @@ class Mover:
             self._stop_early()
         ended = self.wait_idle(timeout_s)
         self._stop_early()
-        for queue in self._queues.values():
-            queue.put(None)
-        others = [thread for thread in self._threads if thread is not threading.current_thread()]
-        for thread in others:
-            thread.join(timeout_s if ended else 0.1)
-        if not any(thread.is_alive() for thread in others):
+        for lane in self._lanes.values():
+            lane.close()
+        left = [lane for lane in self._lanes.values() if not lane.join(timeout_s if ended else 0.1)]
+        if not left and self._copies is not None:
+            self._copies.close()
             self._copies = None
         return ended
 
-    def _queue_of(self, job: Job) -> SimpleQueue[tuple[Transfer, Event | None] | None] | None:
-        """Return the queue of the thread that must take the job, None where storage can take it now."""
-        if job.kind in self._queues:
-            return self._queues[job.kind]
+    def _lane_of(self, job: Job) -> CopyLane | None:
+        """Return the lane that must take the job, None where storage can take it now."""
+        if job.kind in self._lanes:
+            return self._lanes[job.kind]
         if self._early is not None and self._early.make_way(job):
-            return self._queues[JobKind.OFFLOAD]
+            return self._lanes[JobKind.OFFLOAD]
         return None
 
-    def _work(self, queue: SimpleQueue[tuple[Transfer, Event | None] | None]) -> None:
-        while (work := queue.get()) is not None:
-            transfer, after = work
-            job = transfer.job
-            started = time.monotonic()
-            persist: Callable[[], None] | None = None
-            try:
-                if job.kind not in self._queues:
-                    self._submit_late(transfer)
-                    continue
-                num_bytes, failed, error = self._copy(transfer, after)
-                if self._early is not None and job.kind is JobKind.OFFLOAD and not failed:
-                    persist = self._early.announce(job)
-            except BaseException as problem:  # a rank must answer whatever happened, or its peers' pages hang
-                _log.exception("job %d (%s) failed", job.id, job.kind)
-                num_bytes, failed, error = 0, tuple(range(job.num_pages)), f"{type(problem).__name__}: {problem}"
-            answer = Completion(job.id, self.rank, failed, error, num_bytes, time.monotonic() - started)
-            self._answer(transfer, answer, then=persist)
+    def _begin(self, transfer: Transfer, after: Event | None) -> Finish | None:
+        """Begin a copy, or hand a storage job over; returns what ends it."""
+        job = transfer.job
+        transfer.started = time.monotonic()
+        try:
+            if job.kind not in self._lanes:
+                self._submit_late(transfer)
+                return None
+            return self._copy(transfer, after)
+        except BaseException as problem:
+            return failed_with(problem)
 
-    def _copy(self, transfer: Transfer, after: Event | None) -> tuple[int, tuple[int, ...], str | None]:
+    def _end(self, transfer: Transfer, finish: Finish) -> None:
+        """Wait for a copy's end and answer its job, whatever happened: else its peers' pages hang."""
+        job = transfer.job
+        persist: Callable[[], None] | None = None
+        try:
+            num_bytes, failed, error = finish()
+            if self._early is not None and job.kind is JobKind.OFFLOAD and not failed:
+                persist = self._early.announce(job)
+            answer = Completion(job.id, self.rank, failed, error, num_bytes, time.monotonic() - transfer.started)
+        except BaseException as problem:
+            _log.exception("job %d (%s) failed", job.id, job.kind)
+            answer = Completion.failed(job, self.rank, f"{type(problem).__name__}: {problem}")
+        self._answer(transfer, answer, then=persist)
+
+    def _copy(self, transfer: Transfer, after: Event | None) -> Finish:
         job = transfer.job
         with self._lock:
             cancelled = job.id in self._cancelled
             self._begun.add(job.id)
         if cancelled:
-            return 0, tuple(range(job.num_pages)), CANCELLED
-        if after is not None:
+            return lambda: Copied(0, tuple(range(job.num_pages)), CANCELLED)
+        if after is not None and not self._asynchronous:
             after.wait()
         copies = self._copies
         assert copies is not None, "threads end before the copies are given up"
-        if job.kind is JobKind.OFFLOAD:
-            held = self._await_early(job)
-            free = job if not held else job.without(held)
-            return copies.offload(free) if free else 0, held, _HELD if held else None
-        num_bytes, wrong = copies.load(job, transfer.arrive)
-        self._num_mismatches += len(wrong)
-        return num_bytes, wrong, "debug_verify: the device does not hold what was offloaded" if wrong else None
+        if job.kind is JobKind.LOAD:
+            return partial(self._count_mismatches, copies.load(job, after, transfer))
+        held = self._await_early(job)
+        free = job if not held else job.without(held)
+        if free is None:
+            return lambda: Copied(0, held, _HELD)
+        finish = copies.offload(free, after, transfer)
+        return finish if not held else lambda: finish()._replace(failed_pages=held, error=_HELD)
+
+    def _count_mismatches(self, finish: Finish) -> Copied:
+        self._num_mismatches += len((copied := finish()).failed_pages)
+        return copied
 
     def _submit_late(self, transfer: Transfer) -> None:
         """Hand a job to storage once early writes are out of its way."""
@@ -225,8 +238,7 @@ class Mover:
         with self._lock:
             cancelled = job.id in self._cancelled
         if cancelled or held:
-            why = CANCELLED if cancelled else _HELD
-            self._answer(transfer, Completion.failed(job, self.rank, why))
+            self._answer(transfer, Completion.failed(job, self.rank, CANCELLED if cancelled else _HELD))
         else:
             self._submit_io(transfer)
 
@@ -243,7 +255,7 @@ class Mover:
         if job.kind is JobKind.PERSIST and self._early is not None:
             future, cancel = self._early.persist(job)
         else:
-            future = self._start_io(job)
+            future = start_storage_job(self._io, self._arena, self._shard, job)
             cancel = partial(self._io.cancel, future)
         with self._lock:
             if job.id in self._open:
@@ -252,16 +264,6 @@ class Mover:
         if cancelled:
             cancel()
         future.add_done_callback(lambda done: self._answer_io(transfer, done))
-
-    def _start_io(self, job: Job) -> Future[PageOutcomes]:
-        assert self._io is not None
-        keys = [StorageKey(job.page_key(i), self._shard) for i in range(job.num_pages)]
-        blobs = [self._arena.page(page) for page in job.host_pages]
-        if job.kind is JobKind.PERSIST:
-            return self._io.persist(keys, blobs)
-        if job.kind is JobKind.PREFETCH:
-            return self._io.prefetch(keys, blobs)
-        return self._io.lookup(keys) if job.kind is JobKind.LOOKUP else self._io.drop(keys)
 
     def _answer_io(self, transfer: Transfer, future: Future[PageOutcomes]) -> None:
         job = transfer.job
@@ -275,7 +277,7 @@ class Mover:
                 if job.kind is JobKind.PREFETCH and copies is not None:
                     failed = set(done.failed_pages)
                     copies.arrived([page for i, page in enumerate(job.host_pages) if i not in failed])
-        except BaseException as problem:  # as in _work: a rank must answer
+        except BaseException as problem:  # as in _end: a rank must answer
             answer = Completion.failed(job, self.rank, f"{type(problem).__name__}: {problem}")
         self._answer(transfer, answer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,10 @@ from kvhoist.device_layout import DeviceCache
 from kvhoist.layout import HostOrder, Layout, Unit, host_layout
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import LEFT_OUT
-from kvhoist.platform.base import IdArray, region_of
+from kvhoist.platform.base import ByteArray, IdArray, region_of
+
+ReadBack = Callable[[IdArray, IdArray], None]
+"""Copies device units (first argument) to the blocks of a scratch page (second argument)."""
 
 
 class PageDigests:
@@ -24,16 +27,26 @@ class PageDigests:
     for different pages: a page in flight belongs to one job. `mismatches` is for one thread at a time.
     """
 
-    def __init__(self, device: DeviceCache, arena: HostArena) -> None:
-        group = device.layout.group
-        scratch = np.zeros(group.page_pitch_bytes, dtype=np.uint8)
-        one_page = _as_blocks(host_layout(group, 1, HostOrder(arena.layout.name)))
+    def __init__(self, layout: Layout, arena: HostArena, scratch: ByteArray, read_back: ReadBack) -> None:
+        group = layout.group
         self._arena = arena
         self._digests: dict[int, bytes] = {}
-        self._ids_per_page = group.blocks_per_page if device.layout.unit is Unit.BLOCK else 1
+        self._ids_per_page = group.blocks_per_page if layout.unit is Unit.BLOCK else 1
         self._places = np.arange(group.blocks_per_page).reshape(self._ids_per_page, -1)
         self._blob = scratch.data[: group.page_bytes]
-        self._read_back = BoundPlan(CopyPlan.make(device.layout, one_page), device.buffers, (region_of(scratch),))
+        self._read_back = read_back
+
+    @classmethod
+    def of_host(cls, device: DeviceCache, arena: HostArena) -> PageDigests:
+        """Digests where the CPU can address the device's memory."""
+        scratch = np.zeros(device.layout.group.page_pitch_bytes, dtype=np.uint8)
+        plan = CopyPlan.make(device.layout, page_as_blocks(arena))
+        bound = BoundPlan(plan, device.buffers, (region_of(scratch),))
+
+        def read_back(blocks: IdArray, places: IdArray) -> None:
+            bound.copy(blocks, places)
+
+        return cls(device.layout, arena, scratch, read_back)
 
     def remember(self, host_pages: Sequence[int]) -> None:
         """Take the digests of pages whose bytes have just arrived in the arena."""
@@ -49,15 +62,16 @@ class PageDigests:
             written = blocks != LEFT_OUT
             if not written.all():
                 self._blob[:] = self._arena.page(page)
-            self._read_back.copy(blocks[written], self._places[written].ravel())
+            self._read_back(blocks[written], self._places[written].ravel())
             if xxh3_128_digest(self._blob) != self._digests.get(page):
                 wrong.append(i)
         return tuple(wrong)
 
 
-def _as_blocks(pages: Layout) -> Layout:
+def page_as_blocks(arena: HostArena) -> Layout:
     """Return the layout of one host page, seen as the blocks that it holds."""
-    group = pages.group
+    group = arena.layout.group
+    pages = host_layout(group, 1, HostOrder(arena.layout.name))
     components = tuple(
         replace(
             placed,

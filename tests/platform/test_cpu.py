@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,14 @@ def test_the_platform_of_the_cpu_is_found_and_others_are_refused() -> None:
     assert platform.name == "cpu"
     assert platform.capabilities.engines == ("reference",)
     assert not platform.capabilities.asynchronous
-    with pytest.raises(ConfigError, match="cuda:1"):
-        open_platform(Device("cuda", 1))
+    with pytest.raises(ConfigError, match="xpu:1"):
+        open_platform(Device("xpu", 1))
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is an NVIDIA GPU here")
+def test_cuda_without_a_driver_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match="no NVIDIA driver"):
+        open_platform(Device("cuda", 0))
 
 
 def test_recorded_work_is_done() -> None:

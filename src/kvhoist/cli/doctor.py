@@ -146,13 +146,13 @@ def _memory() -> Iterator[Finding]:
 
 def _gpus() -> Iterator[Finding]:
     """Read from the drivers' files, so that no runtime has to be there."""
-    unused = "this version copies on the CPU platform only"
+    unused = "not served yet: this version copies on CPUs and NVIDIA GPUs"
     cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     for card in cards:
         model = next(
             (line.split(":", 1)[1].strip() for line in _read(card).splitlines() if line.startswith("Model")), "?"
         )
-        yield Finding("gpu", f"NVIDIA {card.parent.name}", Status.INFO, f"{model}; {unused}")
+        yield Finding("gpu", f"NVIDIA {card.parent.name}", Status.INFO, model)
     for node in sorted(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/name")):
         if name := _read(node).strip():
             cards.append(node)

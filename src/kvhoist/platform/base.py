@@ -7,7 +7,9 @@ work is done when the call returns, and waiting blocks the calling thread.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias
@@ -64,6 +66,7 @@ class Capabilities:
     host_visible: bool  # the CPU may read and write device memory by address
     registers_host: bool  # `register` pins memory for DMA and may answer another device address
     launches_kernels: bool  # `load_module` works
+    compute_capability: tuple[int, int] | None = None  # what NVIDIA calls the architecture that kernels are made for
 
 
 class Event(Protocol):
@@ -88,6 +91,11 @@ class Stream(Protocol):
         """Let later work of this stream start after `event`. Returns at once where streams are asynchronous."""
         ...
 
+    def record(self, event: Event) -> None:
+        """Move `event`, which `make_event` made, to the end of what this stream holds now. Who waits for it already
+        waits for the point where it was."""
+        ...
+
     def synchronize(self) -> None:
         """Block the calling thread (GIL released) until all work enqueued so far is done."""
         ...
@@ -110,13 +118,20 @@ class Registration(Protocol):
         ...
 
 
+class KernelCall(Protocol):
+    """A kernel with its parameters."""
+
+    def launch(self, grid: int, block: int, stream: Stream) -> None:
+        """Enqueue the kernel with `grid` blocks of `block` threads and what the parameters hold now."""
+        ...
+
+
 class Module(Protocol):
     """A loaded code object."""
 
-    def launch(
-        self, kernel: str, grid: int, block: int, parameters: bytes, stream: Stream, *, shared_bytes: int = 0
-    ) -> None:
-        """Enqueue `kernel<<<grid, block>>>` whose single argument is the struct that `parameters` holds."""
+    def prepare(self, kernel: str, parameters: ctypes.Structure) -> KernelCall:
+        """Return a call of `kernel`, whose single argument is the struct `parameters`. Raises DeviceError where the
+        module has no such kernel."""
         ...
 
 
@@ -135,6 +150,18 @@ class Platform(Protocol):
         """Return the engine's own stream, from its runtime handle. Not owned: never destroyed here."""
         ...
 
+    def current(self) -> AbstractContextManager[None]:
+        """Work on this device in the calling thread. Whatever enqueues must stand in such a block."""
+        ...
+
+    def enter_thread(self) -> None:
+        """As `current`, for the rest of the life of a thread that kvhoist started."""
+        ...
+
+    def make_event(self) -> Event:
+        """Return an event that has happened, for `Stream.record`."""
+        ...
+
     def record(self, stream: Stream) -> Event:
         """Return an event at the end of what `stream` holds now."""
         ...
@@ -148,6 +175,18 @@ class Platform(Protocol):
 
     def register(self, region: MemoryRegion) -> Registration:
         """Make host memory known to the device. Raises ConfigError for memory that is not the host's."""
+        ...
+
+    def allocate(self, num_bytes: int) -> MemoryRegion:
+        """Return device memory that is freed with the region's `owner`."""
+        ...
+
+    def write(self, region: MemoryRegion, data: ByteArray) -> None:
+        """Copy `data` to device memory, and wait until it is there: for small tables, at start."""
+        ...
+
+    def copy(self, source: int, destination: int, num_bytes: int, stream: Stream) -> None:
+        """Enqueue one copy between addresses."""
         ...
 
     def copy_batch(self, sources: IdArray, destinations: IdArray, num_bytes: IdArray, stream: Stream) -> None:

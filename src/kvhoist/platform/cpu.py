@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvhoist.platform.base import (
     Priority,
     Registration,
     Stream,
+    region_of,
 )
 
 
@@ -49,6 +51,9 @@ class CpuStream:
 
     def wait(self, event: Event) -> None:
         event.wait()
+
+    def record(self, event: Event) -> None:
+        """Nothing: what was enqueued is done."""
 
     def synchronize(self) -> None:
         return
@@ -86,6 +91,15 @@ class CpuPlatform:
             raise ConfigError("the cpu platform has no stream handles", got=handle, expected="0")
         return CpuStream()
 
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def enter_thread(self) -> None:
+        return
+
+    def make_event(self) -> Event:
+        return self.record(CpuStream())
+
     def record(self, stream: Stream) -> Event:
         event = CpuEvent()
         event.set()
@@ -109,6 +123,15 @@ class CpuPlatform:
             )
         for source, destination, count in zip(sources.tolist(), destinations.tolist(), num_bytes.tolist(), strict=True):
             ctypes.memmove(destination, source, count)
+
+    def allocate(self, num_bytes: int) -> MemoryRegion:
+        return region_of(np.empty(num_bytes, dtype=np.uint8))
+
+    def write(self, region: MemoryRegion, data: ByteArray) -> None:
+        self.view(region)[: data.nbytes] = data
+
+    def copy(self, source: int, destination: int, num_bytes: int, stream: Stream) -> None:
+        ctypes.memmove(destination, source, num_bytes)
 
     def load_module(self, image: bytes) -> Module:
         raise ConfigError(

@@ -9,11 +9,12 @@ from kvhoist.platform.cpu import CpuPlatform
 
 def open_platform(device: Device = CPU) -> Platform:
     """Return the platform of `device`. Raises ConfigError for a device type that no platform serves."""
-    if device.type != CPU.type:
-        raise ConfigError(
-            "no platform serves this device",
-            got=device,
-            choices=[CPU],
-            remedy="Keep the KV tensors in host memory.",
-        )
-    return CpuPlatform()
+    if device.type == CPU.type:
+        return CpuPlatform()
+    if device.type == "cuda":
+        from kvhoist.platform.cuda import CudaPlatform
+
+        return CudaPlatform(device)
+    raise ConfigError(
+        "no platform serves this device", got=device, choices=["cpu", "cuda"], remedy="Keep the KV tensors on one."
+    )

@@ -11,7 +11,18 @@ import pytest
 from vllm_harness import SimEngine, generate, prompt_of
 from vllm_harness_faults import Gate, copy_faults, corrupt_host_pages, slow_copies
 from vllm_harness_kv import HAS_LAYOUTS
-from vllm_harness_kvhoist import audit, end, host_bytes, host_pages, movers, num_jobs, parts_of, settle, side
+from vllm_harness_kvhoist import (
+    audit,
+    end,
+    host_bytes,
+    host_pages,
+    movers,
+    num_jobs,
+    parts_of,
+    settle,
+    side,
+    threads_of,
+)
 
 from kvhoist.adapters.vllm import prefixes, start
 from kvhoist.errors import HostMemoryError, KvhoistError
@@ -270,7 +281,7 @@ def test_where_one_rank_cannot_start_and_the_cache_is_off_the_others_give_their_
         engine.ask(PROMPT, 3)
         assert [worker.connector.worker_side for worker in engine.workers] == [None, None]
         assert other.arena.held_bytes == 0
-        assert not any(thread.is_alive() for thread in other._mover._threads)
+        assert not any(thread.is_alive() for thread in threads_of(other))
 
 
 def test_a_problem_at_the_start_that_is_nobodys_error_leaves_the_cache_off_where_that_was_asked_for(

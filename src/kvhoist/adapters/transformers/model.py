@@ -90,6 +90,7 @@ class CachedModel:
             host_bytes=host_bytes,
             store=store,
             config=cache_config or CacheConfig(),
+            engine_stream=self.pool.current_stream,
         )
         self._prefixes = Prefixes(self.cache, self.pool)
         self._compute_lock = threading.Lock()

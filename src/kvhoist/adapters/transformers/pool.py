@@ -36,6 +36,11 @@ class PagedPool:
             shape.group, self.tensors, "slot head dim", name="the transformers pool"
         )
 
+    def current_stream(self) -> int:
+        """Return the handle of the stream in which the calling thread's model works; 0 on the CPU."""
+        device = self.shape.device
+        return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
     def _empty(self, component: str, num_layers: int) -> torch.Tensor:
         """Return one allocation for all layers: at one pitch, a page of many layers is one strided copy."""
         parts = [part for part in self.shape.parts if part.component == component]

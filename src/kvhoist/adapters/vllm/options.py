@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvhoist.checks import count, seconds
+from kvhoist.config import DEFAULT_STAGING_BYTES
 from kvhoist.control.eviction import eviction_factory
 from kvhoist.control.policy import WritePolicy
 from kvhoist.errors import ConfigError, PolicyError
@@ -51,7 +52,8 @@ class ConnectorOptions:
     weights_id, tenant: parts of the namespace: which weights these are (None: a fingerprint of the checkpoint), and
         whose pages.
     lookup_timeout_s, prefetch_timeout_s: how long a request may wait for storage to say what it holds, and to bring it.
-    io_threads, max_queued_pages, history_pages, io_backend, debug_verify: as in CacheConfig, for each rank.
+    io_threads, max_queued_pages, history_pages, io_backend, staging_bytes, debug_verify: as in CacheConfig, for each
+        rank.
     on_error: what a problem at the start does: `fail` stops the engine, `disable` starts it without the cache.
     drain_timeout_s: how long a shutdown waits for pages on their way to storage; vLLM kills workers that take
         more than 5 seconds (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS).
@@ -72,12 +74,14 @@ class ConnectorOptions:
     max_queued_pages: int | None = None
     history_pages: int = 65536
     io_backend: str = "auto"
+    staging_bytes: int = DEFAULT_STAGING_BYTES
     debug_verify: bool = False
     on_error: str = "fail"
     drain_timeout_s: float = 3.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host_bytes", parse_bytes(self.host_bytes, name="host_bytes"))
+        for name in ("host_bytes", "staging_bytes"):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name=name))
         if self.host_bytes < _NO_UNIT:
             raise ConfigError(
                 "host_bytes without a unit is in bytes",

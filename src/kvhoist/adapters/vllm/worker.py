@@ -17,9 +17,10 @@ from kvhoist.adapters.vllm.ranks import Place
 from kvhoist.control.namespace import Namespace
 from kvhoist.errors import KvhoistError, TransferError
 from kvhoist.memory.arena import HostArena
+from kvhoist.memory.pinned import touch_threads
 from kvhoist.messages import LEFT_OUT, Completion, Job, JobKind
 from kvhoist.mover import Mover
-from kvhoist.platform.base import Event
+from kvhoist.platform.base import Event, Stream
 from kvhoist.platform.open import open_platform
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.open import open_storage_io, open_store
@@ -55,7 +56,9 @@ class WorkerSide:
         self._num_mismatches = 0
         self._closing = False
         with contextlib.ExitStack() as undo:
-            self.arena = HostArena(caches.group, host_bytes=host_bytes)
+            self.arena = HostArena(
+                caches.group, host_bytes=host_bytes, first_touch_threads=touch_threads(self._platform)
+            )
             undo.callback(self.arena.close)
             self._store = None if options.storage is None else open_store(options.storage)
             if self._store is not None:
@@ -73,6 +76,7 @@ class WorkerSide:
                 rank=place.rank,
                 shard=place.shard,
                 io_backend=options.io_backend,
+                staging_bytes=options.staging_bytes,
                 debug_verify=options.debug_verify,
                 persists=place.persists and options.persists,
                 early_persist=True,
@@ -93,7 +97,7 @@ class WorkerSide:
         for job_id in meta.fences:
             transfer = self._offloads.get(job_id)
             if transfer is not None:
-                transfer.result()
+                self._await_read(transfer)
 
     def start_loads(self, meta: ConnectorMetadata) -> None:
         """Start the step's loads, after all that the engine has put into its stream so far."""
@@ -112,9 +116,10 @@ class WorkerSide:
             return
         self._waited.add(layer_name)
         layer = self._layer_of.get(layer_name)
+        stream = self._engine_stream()
         for transfer in self._sync.values():
             with contextlib.suppress(TransferError):
-                transfer.wait(layer)
+                transfer.wait(layer, stream=stream)
 
     def end_step(self) -> set[str]:
         """Take note of what is done; returns the requests whose loads outside of the batch are over."""
@@ -195,9 +200,22 @@ class WorkerSide:
 
     def _engine_point(self) -> Event | None:
         """Return the point that the engine's stream has reached; None where work is done when its call returns."""
+        stream = self._engine_stream()
+        return None if stream is None else self._platform.record(stream)
+
+    def _engine_stream(self) -> Stream | None:
+        """Return the stream that the model runs in; None where work is done when its call returns."""
         if not self._platform.capabilities.asynchronous:
             return None
-        return self._platform.record(self._platform.wrap_stream(compat.current_stream_handle()))
+        return self._platform.wrap_stream(compat.current_stream_handle())
+
+    def _await_read(self, transfer: Transfer) -> None:
+        """Let what the engine writes from now on come after an offload that reads the same blocks."""
+        stream = self._engine_stream()
+        if stream is None:
+            transfer.result()
+        else:
+            transfer.wait_read(stream)
 
     def _open_io(self) -> StorageIO | None:
         if self._store is None:

@@ -1,0 +1,66 @@
+"""Ids on their way to the device: small pinned buffers and their device twins, used again when nobody reads them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhoist.platform.base import ByteArray, Event, IdArray, MemoryRegion, Registration, region_of
+
+_LEAST_IDS = 1024
+
+
+@dataclass(slots=True)
+class IdBuffer:
+    """`host` is pinned, `device` as long. `free` is an event at the end of the last work that used them."""
+
+    host: ByteArray
+    host_address: int
+    device: MemoryRegion
+    registration: Registration
+    free: Event | None = None
+
+
+class IdBuffers:
+    """A pool of IdBuffers. Thread-safe."""
+
+    def __init__(
+        self, allocate: Callable[[int], MemoryRegion], register: Callable[[MemoryRegion], Registration]
+    ) -> None:
+        self._allocate = allocate
+        self._register = register
+        self._lock = threading.Lock()
+        self._buffers: list[IdBuffer] = []
+
+    def take(self, ids: IdArray) -> IdBuffer:
+        """Return a buffer whose host side holds `ids`; the caller gives it back with `free` set."""
+        num_bytes = ids.nbytes
+        with self._lock:
+            fitting = (i for i, one in enumerate(self._buffers) if one.host.nbytes >= num_bytes and _is_free(one))
+            found = next(fitting, None)
+            buffer = self._buffers.pop(found) if found is not None else None
+        if buffer is None:
+            host = np.zeros(8 * max(_LEAST_IDS, 1 << (len(ids) - 1).bit_length()), dtype=np.uint8)
+            buffer = IdBuffer(
+                host, region_of(host).address, self._allocate(host.nbytes), self._register(region_of(host))
+            )
+        buffer.host[:num_bytes] = ids.view(np.uint8)
+        return buffer
+
+    def give_back(self, buffer: IdBuffer, free: Event | None) -> None:
+        buffer.free = free
+        with self._lock:
+            self._buffers.append(buffer)
+
+    def close(self) -> None:
+        """Unregister all. Nothing may use them any more."""
+        for buffer in self._buffers:
+            buffer.registration.close()
+        self._buffers.clear()
+
+
+def _is_free(buffer: IdBuffer) -> bool:
+    return buffer.free is None or buffer.free.query()

@@ -1,0 +1,55 @@
+"""Host memory that a device may read and write by DMA: registered in pieces, never in the middle of a page."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+from kvhoist.memory.arena import HostArena
+from kvhoist.platform.base import MemoryRegion, Platform, Registration
+
+_PIECE_BYTES = 1 << 30
+"""A driver pins a piece in one call, which nobody can interrupt: about 0.1 s for one of this length."""
+
+
+def touch_threads(platform: Platform) -> int:
+    """Return how many threads should write an arena once before it is pinned, else the driver does it in one."""
+    return min(16, os.cpu_count() or 1) if platform.capabilities.registers_host else 0
+
+
+class PinnedArena:
+    """An arena registered with a platform's device until `close`, or the end of a `with` block.
+
+    Raises DeviceError where the driver refuses, having unregistered what it had taken.
+    """
+
+    def __init__(self, arena: HostArena, platform: Platform, *, piece_bytes: int = _PIECE_BYTES) -> None:
+        self.region = arena.region
+        self._registrations: list[Registration] = []
+        pitch = arena.num_bytes // arena.num_pages
+        step = max(1, piece_bytes // pitch) * pitch
+        try:
+            for start in range(0, arena.num_bytes, step):
+                length = min(step, arena.num_bytes - start)
+                piece = MemoryRegion(self.region.address + start, length, self.region.device, self.region.owner)
+                self._registrations.append(platform.register(piece))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> PinnedArena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self._registrations)
+
+    def close(self) -> None:
+        """Unregister. Idempotent; no copy may be under way."""
+        while self._registrations:
+            self._registrations.pop().close()

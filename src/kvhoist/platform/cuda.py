@@ -1,0 +1,281 @@
+"""The CUDA platform: one NVIDIA GPU, its streams, events, copies, host registrations and kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from contextlib import AbstractContextManager
+from ctypes import byref, c_int, c_size_t, c_void_p
+
+import numpy as np
+
+from kvhoist.errors import ConfigError
+from kvhoist.platform import cuda_driver as cu
+from kvhoist.platform.base import (
+    CPU,
+    ByteArray,
+    Capabilities,
+    Device,
+    Event,
+    IdArray,
+    KernelCall,
+    MemoryRegion,
+    Module,
+    Priority,
+    Registration,
+    Stream,
+)
+from kvhoist.platform.cpu import host_view
+from kvhoist.platform.cuda_driver import CudaDriver
+
+_FEW_COPIES = 4
+"""So many copies cost less one by one than as a batch."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 2e-3
+
+
+class CudaEvent:
+    """A point in a stream."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        handle = c_void_p()
+        with driver.current():
+            code = driver.library.cuEventCreate(byref(handle), cu.EVENT_DISABLE_TIMING | cu.EVENT_BLOCKING_SYNC)
+            driver.check(code, "making an event")
+        self.handle = int(handle.value or 0)
+
+    def __del__(self) -> None:
+        self._driver.library.cuEventDestroy_v2(self.handle)
+
+    def query(self) -> bool:
+        with self._driver.current():
+            return self._driver.is_ready(self._driver.library.cuEventQuery(self.handle), "waiting for a copy")
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if timeout_s is None:
+            with self._driver.current():
+                self._driver.check(self._driver.library.cuEventSynchronize(self.handle), "waiting for a copy")
+            return True
+        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        while not self.query():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
+
+
+class CudaStream:
+    """A stream by its handle; destroyed with this object where it was made here."""
+
+    def __init__(self, driver: CudaDriver, handle: int, priority: Priority, *, owned: bool) -> None:
+        self._driver = driver
+        self._wait, self._record = driver.library.cuStreamWaitEvent, driver.library.cuEventRecord
+        self.handle = handle
+        self.priority = priority
+        if owned:
+            weakref.finalize(self, driver.library.cuStreamDestroy_v2, handle)
+
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, CudaEvent):
+            event.wait()
+        elif code := self._wait(self.handle, event.handle, 0):
+            self._driver.check(code, "letting a stream wait")
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        if code := self._record(event.handle, self.handle):
+            self._driver.check(code, "recording an event")
+
+    def synchronize(self) -> None:
+        with self._driver.current():
+            self._driver.check(self._driver.library.cuStreamSynchronize(self.handle), "waiting for a stream")
+
+
+class CudaRegistration:
+    """Host memory pinned for the GPU, until `close`."""
+
+    def __init__(self, driver: CudaDriver, region: MemoryRegion) -> None:
+        self._driver = driver
+        self._open = True
+        self.region = region
+        flags = cu.HOST_REGISTER_PORTABLE | cu.HOST_REGISTER_DEVICEMAP
+        pointer = c_void_p()
+        with driver.current():
+            code = driver.library.cuMemHostRegister_v2(region.address, region.num_bytes, flags)
+            driver.check(code, f"pinning {region.num_bytes} B of host memory")
+            driver.check(
+                driver.library.cuMemHostGetDevicePointer_v2(byref(pointer), region.address, 0),
+                "asking for the device's address of host memory",
+            )
+        self.device_address = int(pointer.value or 0)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            with self._driver.current():
+                self._driver.check(self._driver.library.cuMemHostUnregister(self.region.address), "unpinning memory")
+
+
+class CudaKernelCall:
+    """A function and the struct that is its only parameter; the driver reads it at each launch."""
+
+    def __init__(self, module: CudaModule, function: int, kernel: str, parameters: ctypes.Structure) -> None:
+        self._module = module
+        self._driver = module.driver
+        self._launch = module.driver.library.cuLaunchKernel
+        self._function = c_void_p(function)
+        self._kernel = kernel
+        self._parameters = parameters
+        self._pointers = (c_void_p * 1)(ctypes.addressof(parameters))
+
+    def launch(self, grid: int, block: int, stream: Stream) -> None:
+        assert isinstance(stream, CudaStream)
+        code = self._launch(self._function, grid, 1, 1, block, 1, 1, 0, stream.handle, self._pointers, None)
+        if code:
+            self._driver.check(code, f"launching {self._kernel}")
+
+
+class CudaModule:
+    """A loaded code object, unloaded with this object. Functions are looked up once."""
+
+    def __init__(self, driver: CudaDriver, image: bytes) -> None:
+        self.driver = driver
+        self._functions: dict[str, int] = {}
+        self._lock = threading.Lock()
+        module = c_void_p()
+        with driver.current():
+            driver.check(driver.library.cuModuleLoadData(byref(module), image), "loading a code object")
+        self._handle = module.value
+        weakref.finalize(self, driver.library.cuModuleUnload, self._handle)
+
+    def prepare(self, kernel: str, parameters: ctypes.Structure) -> KernelCall:
+        with self._lock:
+            if kernel not in self._functions:
+                self._functions[kernel] = self._find(kernel)
+            return CudaKernelCall(self, self._functions[kernel], kernel, parameters)
+
+    def _find(self, kernel: str) -> int:
+        function = c_void_p()
+        with self.driver.current():
+            code = self.driver.library.cuModuleGetFunction(byref(function), self._handle, kernel.encode())
+            self.driver.check(code, f"looking up the kernel {kernel}")
+        return int(function.value or 0)
+
+
+class CudaPlatform:
+    """One NVIDIA GPU. Uses the device's primary context, which torch uses too. ConfigError where there is none."""
+
+    name: str = "cuda"
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.driver = CudaDriver(device.index)
+        self.capabilities = Capabilities(
+            engines=("staged",),
+            asynchronous=True,
+            host_visible=False,
+            registers_host=True,
+            launches_kernels=True,
+            compute_capability=self.driver.compute_capability,
+        )
+        least, greatest = c_int(), c_int()
+        with self.driver.current():
+            code = self.driver.library.cuCtxGetStreamPriorityRange(byref(least), byref(greatest))
+            self.driver.check(code, "asking for stream priorities")
+        self._priorities = {Priority.NORMAL: least.value, Priority.HIGH: greatest.value}
+        self._attribute_index, self._failed = c_size_t(0), c_size_t(0)
+
+    def current(self) -> AbstractContextManager[None]:
+        return self.driver.current()
+
+    def enter_thread(self) -> None:
+        self.driver.adopt_thread()
+
+    def make_stream(self, priority: Priority = Priority.NORMAL) -> Stream:
+        handle = c_void_p()
+        with self.driver.current():
+            code = self.driver.library.cuStreamCreateWithPriority(
+                byref(handle), cu.STREAM_NON_BLOCKING, self._priorities[priority]
+            )
+            self.driver.check(code, "making a stream")
+        return CudaStream(self.driver, int(handle.value or 0), priority, owned=True)
+
+    def wrap_stream(self, handle: int) -> Stream:
+        return CudaStream(self.driver, handle, Priority.NORMAL, owned=False)
+
+    def make_event(self) -> Event:
+        return CudaEvent(self.driver)
+
+    def record(self, stream: Stream) -> Event:
+        event = CudaEvent(self.driver)
+        with self.driver.current():
+            stream.record(event)
+        return event
+
+    def view(self, region: MemoryRegion) -> ByteArray:
+        if region.device != CPU:
+            raise ConfigError("the CPU cannot address this memory", got=region.device, expected="host memory")
+        return host_view(region)
+
+    def register(self, region: MemoryRegion) -> Registration:
+        if region.device != CPU:
+            raise ConfigError("only host memory can be pinned", got=region.device, expected="host memory")
+        return CudaRegistration(self.driver, region)
+
+    def allocate(self, num_bytes: int) -> MemoryRegion:
+        address = c_void_p()
+        with self.driver.current():
+            code = self.driver.library.cuMemAlloc_v2(byref(address), num_bytes)
+            self.driver.check(code, f"allocating {num_bytes} B on the device")
+        owner = _Owner()
+        weakref.finalize(owner, self.driver.library.cuMemFree_v2, address.value)
+        return MemoryRegion(int(address.value or 0), num_bytes, self.device, owner)
+
+    def write(self, region: MemoryRegion, data: ByteArray) -> None:
+        with self.driver.current():
+            code = self.driver.library.cuMemcpyHtoD_v2(region.address, data.ctypes.data, data.nbytes)
+            self.driver.check(code, f"writing {data.nbytes} B to the device")
+
+    def copy(self, source: int, destination: int, num_bytes: int, stream: Stream) -> None:
+        assert isinstance(stream, CudaStream)
+        if code := self.driver.library.cuMemcpyAsync(destination, source, num_bytes, stream.handle):
+            self.driver.check(code, f"copying {num_bytes} B")
+
+    def copy_batch(self, sources: IdArray, destinations: IdArray, num_bytes: IdArray, stream: Stream) -> None:
+        count = len(sources)
+        if not (count == len(destinations) == len(num_bytes)):
+            raise ConfigError("a batch of copies whose arrays do not fit together", got=f"{count} sources")
+        if count <= _FEW_COPIES or not self.driver.has_batch_copies:
+            for src, dst, n in zip(sources.tolist(), destinations.tolist(), num_bytes.tolist(), strict=True):
+                self.copy(src, dst, n, stream)
+            return
+        assert isinstance(stream, CudaStream)
+        code = self.driver.library.cuMemcpyBatchAsync(
+            _address(destinations),
+            _address(sources),
+            _address(num_bytes),
+            count,
+            byref(cu.STREAM_ORDERED),
+            byref(self._attribute_index),
+            1,
+            byref(self._failed),
+            stream.handle,
+        )
+        if code:
+            self.driver.check(code, f"copying a batch of {count} (entry {self._failed.value})")
+
+    def load_module(self, image: bytes) -> Module:
+        return CudaModule(self.driver, image)
+
+
+class _Owner:
+    __slots__ = ("__weakref__",)
+
+
+def _address(array: IdArray) -> int:
+    address: int = np.ascontiguousarray(array).__array_interface__["data"][0]
+    return address
