@@ -11,7 +11,7 @@ from types import TracebackType
 import numpy as np
 
 from kvhoist.copy.code_cache import CodeCache
-from kvhoist.copy.id_buffers import IdBuffers
+from kvhoist.copy.id_buffers import IdBuffer, IdBuffers
 from kvhoist.copy.jit import compile_kernels
 from kvhoist.copy.nests import End, Nest
 from kvhoist.copy.plan import CopyPlan
@@ -96,6 +96,7 @@ class StagedCopy:
         self._ids = staging.ids
         self._streams = _Streams(self._platform.make_stream(priority), self._platform.make_stream(priority))
         self._loads = loads
+        self._unprepared: tuple[IdBuffer, int, Event | None] | None = None
         self._host = host
         self._device = tuple(device)
         host_side, device_side = (plan.src, plan.dst) if loads else (plan.dst, plan.src)
@@ -115,10 +116,8 @@ class StagedCopy:
         streams = self._streams
         with self._platform.current():
             buffer = self._ids.take(blocks)
+            self._unprepared = (buffer, blocks.nbytes, after)
             try:
-                self._platform.copy(buffer.host_address, buffer.device.address, blocks.nbytes, streams.relayout)
-                if after is not None:
-                    streams.relayout.wait(after)
                 marks = self._enqueue(pages, buffer.device.address)
                 read = self._platform.record(streams.link if self._loads else streams.relayout)
             except BaseException:
@@ -128,6 +127,16 @@ class StagedCopy:
                 raise
             self._ids.give_back(buffer, marks[-1][1])
         return marks, read
+
+    def _prepare(self) -> None:
+        """Before the first relayout, and in a load after the first blobs are on their way: bring the ids to the device,
+        and wait for what the copy must come after."""
+        if self._unprepared is None:
+            return
+        (buffer, num_bytes, after), self._unprepared = self._unprepared, None
+        self._platform.copy(buffer.host_address, buffer.device.address, num_bytes, self._streams.relayout)
+        if after is not None:
+            self._streams.relayout.wait(after)
 
     def _enqueue(self, pages: IdArray, ids: int) -> list[tuple[int, Event]]:
         marks: list[tuple[int, Event]] = []
@@ -168,11 +177,13 @@ class StagedCopy:
                 chunk = ring.take(num_bytes, link)
                 self._platform.copy_batch(host, staged + chunk.address, lengths, link)
                 link.record(chunk.filled)
+                self._prepare()
                 relayout.wait(chunk.filled)
                 part.relayout.launch(chunk.address, ids, num_steps, relayout)
                 ring.give_back(chunk, relayout)
             else:
                 chunk = ring.take(num_bytes, relayout)
+                self._prepare()
                 part.relayout.launch(chunk.address, ids, num_steps, relayout)
                 relayout.record(chunk.filled)
                 link.wait(chunk.filled)

@@ -37,18 +37,28 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 2e-3
 
 
 class CudaEvent:
-    """A point in a stream."""
+    """A point in a stream. Handles are used again when nobody holds the event any more."""
+
+    handle = 0
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
+        try:
+            self.handle = driver.spare_events.pop()
+        except IndexError:
+            self.handle = self._create(driver)
+
+    @staticmethod
+    def _create(driver: CudaDriver) -> int:
         handle = c_void_p()
         with driver.current():
             code = driver.library.cuEventCreate(byref(handle), cu.EVENT_DISABLE_TIMING | cu.EVENT_BLOCKING_SYNC)
             driver.check(code, "making an event")
-        self.handle = int(handle.value or 0)
+        return int(handle.value or 0)
 
     def __del__(self) -> None:
-        self._driver.library.cuEventDestroy_v2(self.handle)
+        if self.handle:
+            self._driver.spare_events.append(self.handle)
 
     def query(self) -> bool:
         with self._driver.current():

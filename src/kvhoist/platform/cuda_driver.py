@@ -54,6 +54,7 @@ class CudaDriver:
             ) from error
         self._declare()
         self._local = threading.local()
+        self.spare_events: list[int] = []
         self.check(self.library.cuInit(0), "starting the driver")
         device, context, version = c_int(), c_void_p(), c_int()
         self.check(self.library.cuDeviceGet(byref(device), index), f"finding device {index}")
