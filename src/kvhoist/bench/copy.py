@@ -77,7 +77,7 @@ def run(smoke: bool = False) -> dict[str, Any]:
     return {
         "bench": "copy",
         "smoke": smoke,
-        "machine": _machine(),
+        "machine": machine(),
         "peak": f"numpy copy of the same number of bytes in blocks of at most {_PEAK_BLOCK_BYTES >> 20} MiB",
         "target_share_of_peak": TARGET,
         "results": rows,
@@ -167,7 +167,8 @@ def _filled(*shape: int) -> ByteArray:
     return raw[start : start + num_bytes].reshape(shape)
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """Return what a measurement's reader needs to know of the machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -50,12 +50,25 @@ def storage(
 
 
 @bench_app.command()
-def copy(smoke: SmokeOption = False, as_json: JsonOption = False) -> None:
-    """Copy scattered pages between device layouts and host pages, beside numpy's large-block copy."""
-    from kvhoist.bench.copy import run
-
+def copy(
+    device: Annotated[str, typer.Option(help="cpu, or a GPU: cuda, cuda:1.")] = "cpu",
+    smoke: SmokeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy scattered pages between device layouts and host pages, beside one plain copy of as many bytes."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ConfigError("--device is no device", got=repr(device), choices=["cpu", "cuda", "cuda:1"])
     with working("measuring copies", as_json=as_json):
-        result = run(smoke=smoke)
+        if kind == "cpu":
+            from kvhoist.bench.copy import run
+
+            result = run(smoke=smoke)
+        else:
+            from kvhoist.bench import copy_device
+            from kvhoist.platform.base import Device
+
+            result = copy_device.run(Device(kind, int(index or 0)), smoke=smoke)
     _show(result, as_json)
 
 
