@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from kvhoist.copies import Copied
 from kvhoist.messages import Job, JobKind
 from kvhoist.mover import Mover
 from kvhoist.storage.file import FileStore
@@ -38,9 +39,10 @@ def copy_faults(fault_of: FaultOf, *, kinds: Sequence[JobKind] = (JobKind.LOAD, 
         num_bytes = 0
         if good:
             part = SimpleNamespace(job=_part_of(job, good), arrive=transfer.arrive)
-            num_bytes, wrong, _ = inner(self, part, after)
-            failed |= {good[i] for i in wrong}
-        return num_bytes, tuple(sorted(failed)), "planted"
+            copied = inner(self, part, after)()
+            num_bytes = copied.num_bytes
+            failed |= {good[i] for i in copied.failed_pages}
+        return lambda: Copied(num_bytes, tuple(sorted(failed)), "planted")
 
     with mock.patch.object(Mover, "_copy", copy):
         yield
