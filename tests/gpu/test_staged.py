@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from gpu_rank import DEADLINE_S, GpuRank, Shape, same, shapes
 
 from kvhoist.errors import ConfigError
 from kvhoist.messages import LEFT_OUT, JobKind
+from kvhoist.platform.base import Device
+from kvhoist.platform.open import open_platform
 
 BY_NAME = {shape.name: shape for shape in shapes()}
 SMALL_RING = 4 << 20
@@ -163,6 +166,17 @@ def test_host_pages_in_page_first_order_pass_as_whole_pages(name: str) -> None:
         loaded = rank.expected_load(pages, blocks[::-1])
         rank.submit(JobKind.LOAD, pages, blocks[::-1]).result(DEADLINE_S)
         assert same(loaded, rank.snapshot())
+
+
+def test_device_memory_comes_back_from_a_thread_that_never_used_the_device() -> None:
+    platform = open_platform(Device("cuda", 0))
+    before = torch.cuda.mem_get_info()[0]
+    held = [platform.allocate(512 << 20)]
+    assert torch.cuda.mem_get_info()[0] < before
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert torch.cuda.mem_get_info()[0] == before
 
 
 def test_closing_unpins_the_arena_and_frees_the_ring() -> None:

@@ -245,6 +245,21 @@ def test_a_ring_too_small_for_a_page_is_refused(library: ctypes.CDLL) -> None:
         Rank(library, staging_bytes=4096)
 
 
+def test_a_ring_that_the_device_has_no_room_for_is_refused_and_nothing_stays_pinned(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platforms: list[FakePlatform] = []
+
+    def full(platform: FakePlatform, num_bytes: int) -> MemoryRegion:
+        platforms.append(platform)
+        raise DeviceError("CUDA failed in allocating", got="CUDA_ERROR_OUT_OF_MEMORY (2)")
+
+    monkeypatch.setattr(FakePlatform, "allocate", full)
+    with pytest.raises(DeviceError, match=r"OUT_OF_MEMORY.*Lower staging_bytes"):
+        Rank(library)
+    assert platforms[0].registered == []
+
+
 @pytest.mark.parametrize("without", ["free", "filled"])
 def test_a_missing_wait_is_noticed(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, without: str) -> None:
     """The negative control of the tests above: drop one kind of wait, and bytes are wrong."""

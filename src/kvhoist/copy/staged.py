@@ -43,7 +43,16 @@ class Staging:
         )
         self.platform = platform
         self.module = platform.load_module(kernels.image)
-        self.ring = StagingRing(platform.allocate(min(staging_bytes, CHUNKS * arena.num_bytes)), platform)
+        num_bytes = min(staging_bytes, CHUNKS * arena.num_bytes)
+        try:
+            region = platform.allocate(num_bytes)
+        except DeviceError as error:
+            raise DeviceError(
+                f"the staging ring of {format_bytes(num_bytes)} does not fit on {platform.device}",
+                got=str(error),
+                remedy="Lower staging_bytes, or leave the engine less of the device's memory.",
+            ) from error
+        self.ring = StagingRing(region, platform)
         self.ids = IdBuffers(platform.allocate, platform.register)
 
     def __enter__(self) -> Staging:

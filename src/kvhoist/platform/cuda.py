@@ -87,7 +87,7 @@ class CudaStream:
         self.handle = handle
         self.priority = priority
         if owned:
-            weakref.finalize(self, driver.library.cuStreamDestroy_v2, handle)
+            weakref.finalize(self, driver.release, "cuStreamDestroy_v2", handle)
 
     def wait(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):
@@ -160,7 +160,7 @@ class CudaModule:
         with driver.current():
             driver.check(driver.library.cuModuleLoadData(byref(module), image), "loading a code object")
         self._handle = module.value
-        weakref.finalize(self, driver.library.cuModuleUnload, self._handle)
+        weakref.finalize(self, driver.release, "cuModuleUnload", self._handle)
 
     def prepare(self, kernel: str, parameters: ctypes.Structure) -> KernelCall:
         with self._lock:
@@ -242,7 +242,7 @@ class CudaPlatform:
             code = self.driver.library.cuMemAlloc_v2(byref(address), num_bytes)
             self.driver.check(code, f"allocating {num_bytes} B on the device")
         owner = _Owner()
-        weakref.finalize(owner, self.driver.library.cuMemFree_v2, address.value)
+        weakref.finalize(owner, self.driver.release, "cuMemFree_v2", address.value)
         return MemoryRegion(int(address.value or 0), num_bytes, self.device, owner)
 
     def write(self, region: MemoryRegion, data: ByteArray) -> None:

@@ -93,6 +93,12 @@ class CudaDriver:
         self.check(self.library.cuThreadExchangeStreamCaptureMode(byref(mode)), "setting the capture mode")
         self._local.ours = True
 
+    def release(self, function: str, handle: int | None) -> None:
+        """Give something back, in whatever thread the last reference to it went. At the end of a process the driver may
+        be gone: what it answers then does not matter."""
+        with contextlib.suppress(DeviceError), self.current():
+            getattr(self.library, function)(handle)
+
     def check(self, code: int, doing: str) -> None:
         """Raise DeviceError, naming the code and what was being done, unless `code` is success."""
         if code:
