@@ -250,6 +250,23 @@ def test_pages_of_several_requests_go_down_as_one_job():
     plane.audit()
 
 
+def test_a_full_host_tier_gives_room_to_several_requests_at_once_but_not_what_they_continue():
+    plane, space, _ = make_plane(num_ranks=1, host_pages=5)
+    old = chain_hashes([8, *TOKENS[1:]], PAGE_TOKENS)
+    for keys, stop in ((KEYS, 1), (OTHERS, 1), (old, 3)):  # the tips of the first two are the least recently used
+        plane.offload(space, keys, 0, stop, BLOCKS[:stop])
+        answer(plane, plane.take_jobs()[-1], 0)
+    offers = [Offer(KEYS, 1, 2, BLOCKS[:1], "a"), Offer(OTHERS, 1, 2, BLOCKS[1:2], "b")]
+    job = plane.write_all(space, offers)
+    assert job is not None
+    assert job.keys == (KEYS[1], OTHERS[1])
+    answer(plane, job, 0)
+    assert len(plane.directory.match(space, KEYS)) == len(plane.directory.match(space, OTHERS)) == 2
+    assert len(plane.directory.match(space, old)) == 1
+    assert "to make room for a, b" in str(plane.explain(space, old, len(TOKENS)))
+    plane.audit()
+
+
 def test_pages_reserved_for_a_job_that_could_not_be_put_together_are_given_back():
     plane, space, _ = make_plane()
     with pytest.raises(ConfigError, match="outside of the keys"):

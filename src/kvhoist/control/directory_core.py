@@ -65,6 +65,10 @@ class DirectoryCore:
             )
         return book
 
+    def num_free(self, tier: Tier) -> int:
+        """Return how many pages of a tier are free. Raises ConfigError for a tier that is not owned."""
+        return self._book(tier).ids.num_free
+
     def chain(self, space: Space, keys: Sequence[bytes], start: int, stop: int) -> list[Entry]:
         """Return the entries of keys[start:stop], whatever they hold, as far as there are any. Raises PageIdError for
         keys that are no chain."""

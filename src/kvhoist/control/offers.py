@@ -13,6 +13,7 @@ from kvhoist.control.tiers import HELD, Tier
 
 _MOST_LEFT_OUT = 1 << 16
 _MOST_COUNTED = 1 << 18
+_NAMED = 4
 
 
 class Offer(NamedTuple):
@@ -53,6 +54,21 @@ class Offers:
             self._directory.note_skipped(space, keys[wanted:stop], reason)
         return wanted
 
+    def make_room(self, space: Space, offers: Sequence[Offer]) -> None:
+        """Evict in one go what new pages of several offers will need, where page by page costs several times as much.
+        Never a page that one of them continues; what is known of an offer's pages already is left to `reserve`."""
+        new = [offer for offer in offers if space.row(offer.keys[offer.start]) is None]
+        num_lacking = sum(offer.stop - offer.start for offer in new) - self._directory.num_free(Tier.HOST)
+        if num_lacking <= 0 or len(new) < 2:
+            return
+        found = [self._directory.find(space, offer.keys[offer.start - 1]) for offer in new if offer.start]
+        tips = [entry for entry in found if entry is not None and entry.is_ready(Tier.HOST)]
+        self._directory.pin(tips, Tier.HOST)
+        try:
+            self._directory.evict(Tier.HOST, num_lacking, for_whom=_names(new))
+        finally:
+            self._directory.unpin(tips, Tier.HOST)
+
     def reserve(self, space: Space, offer: Offer) -> tuple[list[Entry], list[int]]:
         """Reserve host pages for those of the offer that lack one; returns them, and the device blocks to read."""
         keys, start, stop, device_blocks, for_whom = offer
@@ -89,3 +105,10 @@ class Offers:
         lacking = runs(0, stop, lambda i: keys[i] in self._left_out)
         self._left_out.difference_update(keys[:stop])
         return lacking
+
+
+def _names(offers: Sequence[Offer]) -> str:
+    """Return for whom pages are evicted, the first few by name."""
+    names = list(dict.fromkeys(offer.for_whom for offer in offers))
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

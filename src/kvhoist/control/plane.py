@@ -99,14 +99,17 @@ class ControlPlane:
         """As `write`, for pages of several requests on a foreign device: one job for all of them."""
         entries: list[Entry] = []
         blocks: list[int] = []
+        wanted = []
+        for offer in offers:
+            stop = self._offers.wanted(space, offer.keys, offer.start, offer.stop)
+            if offer.start < stop:
+                wanted.append(offer if stop == offer.stop else offer._replace(stop=stop))
+        self._offers.make_room(space, wanted)
         try:
-            for offer in offers:
-                stop = self._offers.wanted(space, offer.keys, offer.start, offer.stop)
-                if offer.start < stop:
-                    wanted = offer if stop == offer.stop else offer._replace(stop=stop)
-                    reserved, read = self._offers.reserve(space, wanted)
-                    entries += reserved
-                    blocks += read
+            for offer in wanted:
+                reserved, read = self._offers.reserve(space, offer)
+                entries += reserved
+                blocks += read
         except BaseException:
             self.directory.fail(entries, Tier.HOST, "offload: room for other pages could not be made")
             raise
