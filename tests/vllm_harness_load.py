@@ -177,7 +177,12 @@ class Episode:
     def _new_weights(self) -> None:
         self.engine.run()
         self._take()
-        assert self.engine.reset(connector=True)
+        for _ in range(50):  # an aborted request's load may still be under way: vLLM says so, and is asked again
+            if self.engine.reset(connector=True):
+                break
+            settle(self.engine)
+        else:
+            raise AssertionError(f"vLLM cannot be reset: {self.engine.describe()}")
         self.engine.setup.weights = f"weights {self._draw.random()}"
         self._talks = [self._begin(i) for i in range(6)]
         self.counts["new weights"] += 1
