@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
 from kvhoist.copies import Finish
+from kvhoist.errors import DeviceError
 from kvhoist.messages import JobKind
 from kvhoist.platform.base import Event, Platform
 from kvhoist.transfer import Transfer
+
+_log = logging.getLogger(__name__)
 
 Work = tuple[Transfer, Event | None]
 
@@ -79,8 +83,15 @@ class CopyLane:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in others)
 
+    def _enter(self) -> None:
+        """Prepare the calling thread. On a device that is gone that fails, and so will each job, which is answered."""
+        try:
+            self._platform.enter_thread()
+        except DeviceError:
+            _log.exception("a thread of kvhoist cannot use %s", self._platform.device)
+
     def _run(self) -> None:
-        self._platform.enter_thread()
+        self._enter()
         while (work := self._queue.get()) is not None:
             transfer, after = work
             finish = self._begin(transfer, after)
@@ -93,6 +104,6 @@ class CopyLane:
         self._begun.put(None)
 
     def _finish(self) -> None:
-        self._platform.enter_thread()
+        self._enter()
         while (begun := self._begun.get()) is not None:
             self._end(*begun)

@@ -17,15 +17,15 @@ class EnginePoints:
     """
 
     def __init__(self, platform: Platform, engine_stream: Callable[[], int] | None, *, required: bool) -> None:
-        self.latest: Event | None = None
-        self._platform = platform
-        self._engine_stream = engine_stream if platform.capabilities.asynchronous else None
-        self._joint = platform.make_stream()
         if required and platform.capabilities.asynchronous and engine_stream is None:
             raise ConfigError(
                 f"a cache on {platform.device} needs to know the engine's stream",
                 remedy="Give engine_stream=lambda: torch.cuda.current_stream().cuda_stream.",
             )
+        self.latest: Event | None = None
+        self._platform = platform
+        self._engine_stream = engine_stream if platform.capabilities.asynchronous else None
+        self._joint = platform.make_stream()
 
     def stream(self) -> Stream | None:
         """Return the stream that the calling thread's model works in now."""

@@ -183,10 +183,9 @@ class Mover:
 
     def _begin(self, transfer: Transfer, after: Event | None) -> Finish | None:
         """Begin a copy, or hand a storage job over; returns what ends it."""
-        job = transfer.job
         transfer.started = time.monotonic()
         try:
-            if job.kind not in self._lanes:
+            if transfer.job.kind not in self._lanes:
                 self._submit_late(transfer)
                 return None
             return self._copy(transfer, after)

@@ -260,6 +260,21 @@ def test_a_ring_that_the_device_has_no_room_for_is_refused_and_nothing_stays_pin
     assert platforms[0].registered == []
 
 
+def test_threads_that_cannot_use_the_device_answer_their_jobs_all_the_same(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> Any:
+        raise DeviceError("CUDA failed in making the device current", got="CUDA_ERROR_CONTEXT_IS_DESTROYED (709)")
+
+    monkeypatch.setattr(FakePlatform, "enter_thread", gone)
+    monkeypatch.setattr(FakePlatform, "copy_batch", gone)
+    with Rank(library) as rank:
+        pages, blocks = rank.picked(3, 1)
+        failed = rank.submit(JobKind.LOAD, pages, blocks).result(DEADLINE_S)
+        assert failed.failed_pages == (0, 1, 2)
+        assert "CONTEXT_IS_DESTROYED" in str(failed.error)
+
+
 @pytest.mark.parametrize("without", ["free", "filled"])
 def test_a_missing_wait_is_noticed(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, without: str) -> None:
     """The negative control of the tests above: drop one kind of wait, and bytes are wrong."""

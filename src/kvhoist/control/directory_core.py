@@ -73,16 +73,7 @@ class DirectoryCore:
         """Return the entries of keys[start:stop], whatever they hold, as far as there are any. Raises PageIdError for
         keys that are no chain."""
         known = space.num_known(keys, stop, stop)
-        entry = self._table.entry(space, keys[known - 1]) if known > start else None
-        found: list[Entry] = []
-        append = found.append
-        for _ in range(start, known):
-            if entry is None:
-                raise not_a_chain()
-            append(entry)
-            entry = entry.parent
-        found.reverse()
-        return found
+        return _last_of_path(self._table.entry(space, keys[known - 1]), known - start) if known > start else []
 
     def _survey(
         self, space: Space, keys: Sequence[bytes], start: int, stop: int, tier: Tier
@@ -90,15 +81,8 @@ class DirectoryCore:
         """Return how many of keys[:stop] have entries, the last of these, and those from `start` on without a copy."""
         known = space.num_known(keys, stop, start)
         tip = self._table.entry(space, keys[known - 1]) if known else None
-        lacking: list[Entry] = []
-        entry, held = tip, HELD[tier]
-        for _ in range(start, known):
-            if entry is None:
-                raise not_a_chain()
-            if not entry.flags & held:
-                lacking.append(entry)
-            entry = entry.parent
-        lacking.reverse()
+        held = HELD[tier]
+        lacking = [entry for entry in _last_of_path(tip, known - start) if not entry.flags & held]
         return known, tip, lacking
 
     def _still_there(self, tip: Entry | None) -> bool:
@@ -210,6 +194,20 @@ class DirectoryCore:
                 if parent.flags & HELD[tier] or parent.busy & BUSY[tier] != lost[parent] * child:
                     break
                 parent = parent.parent
+
+
+def _last_of_path(tip: Entry | None, num_entries: int) -> list[Entry]:
+    """Return the last `num_entries` (none for less than one) of the path that ends in `tip`, in order. Raises
+    PageIdError where it has fewer."""
+    found: list[Entry] = []
+    append, entry = found.append, tip
+    for _ in range(num_entries):
+        if entry is None:
+            raise not_a_chain()
+        append(entry)
+        entry = entry.parent
+    found.reverse()
+    return found
 
 
 def wrong_state(act: str, entry: Entry, tier: Tier, expected: str, remedy: str) -> PageIdError:

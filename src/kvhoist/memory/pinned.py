@@ -26,7 +26,7 @@ class PinnedArena:
     def __init__(self, arena: HostArena, platform: Platform, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self.region = arena.region
         self._registrations: list[Registration] = []
-        pitch = arena.num_bytes // arena.num_pages
+        pitch = arena.layout.group.page_pitch_bytes
         step = max(1, piece_bytes // pitch) * pitch
         try:
             for start in range(0, arena.num_bytes, step):
