@@ -6,6 +6,7 @@ import pytest
 from support import PAGE_TOKENS, namespace, tiny_geometry
 
 from kvhoist.control.directory import Directory
+from kvhoist.control.jobs import JobTracker
 from kvhoist.control.keys import chain_hashes
 from kvhoist.control.offers import Offer
 from kvhoist.control.plane import ControlPlane
@@ -265,6 +266,41 @@ def test_a_full_host_tier_gives_room_to_several_requests_at_once_but_not_what_th
     assert len(plane.directory.match(space, old)) == 1
     assert "to make room for a, b" in str(plane.explain(space, old, len(TOKENS)))
     plane.audit()
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "at"),
+    [
+        (Directory, "num_free", 0),
+        (Directory, "find", 1),
+        (Directory, "pin", 0),
+        (Directory, "evict", 0),
+        (Directory, "reserve", 0),
+        (Directory, "reserve", 1),
+        (JobTracker, "open", 0),
+    ],
+)
+def test_an_offload_of_several_requests_that_breaks_off_anywhere_loses_no_page(monkeypatch, where, call, at):
+    plane, space, _ = make_plane(num_ranks=1, host_pages=5)
+    old = chain_hashes([8, *TOKENS[1:]], PAGE_TOKENS)
+    for keys, stop in ((KEYS, 1), (OTHERS, 1), (old, 3)):
+        plane.offload(space, keys, 0, stop, BLOCKS[:stop])
+        answer(plane, plane.take_jobs()[-1], 0)
+    whole, calls = getattr(where, call), iter(range(100))
+
+    def broken(*arguments, **more):
+        if next(calls) == at:
+            raise MemoryError("planted")
+        return whole(*arguments, **more)
+
+    monkeypatch.setattr(where, call, broken)
+    with pytest.raises(MemoryError, match="planted"):
+        plane.write_all(space, [Offer(KEYS, 1, 2, BLOCKS[:1]), Offer(OTHERS, 1, 2, BLOCKS[1:2])])
+    monkeypatch.undo()
+    assert plane.take_jobs() == []
+    plane.audit()
+    plane.directory.evict(Tier.HOST, 5)
+    assert plane.directory.num_free(Tier.HOST) == 5
 
 
 def test_pages_reserved_for_a_job_that_could_not_be_put_together_are_given_back():
