@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvhoist.platform.base import CPU, ByteArray, Capabilities, Device, IdArray, MemoryRegion, Priority
+from kvhoist.platform.base import CPU, ByteArray, Capabilities, Device, IdArray, MemoryRegion, Priority, Rects
 from kvhoist.platform.cpu import host_view
 
 GPU = Device("fake", 0)
@@ -86,12 +86,15 @@ class FakePlatform:
     name = "fake"
     device = GPU
     capabilities = Capabilities(
-        engines=("staged",),
+        engines=("staged", "dma", "mapped"),
         asynchronous=True,
         host_visible=False,
         registers_host=True,
         launches_kernels=True,
         compute_capability=(9, 0),
+        multiprocessors=4,
+        max_pitch_bytes=1 << 20,
+        block_quota=2,
     )
 
     def __init__(self, module: Any, device_regions: list[MemoryRegion]) -> None:
@@ -129,6 +132,9 @@ class FakePlatform:
         self.owned.append(region)
         return region
 
+    def allocation_of(self, address: int) -> int:
+        return next(region.address for region in self.owned if region.address <= address < region.end)
+
     def write(self, region: MemoryRegion, data: ByteArray) -> None:
         ctypes.memmove(region.address, data.__array_interface__["data"][0], data.nbytes)
 
@@ -146,6 +152,13 @@ class FakePlatform:
     def copy_batch(self, sources: IdArray, destinations: IdArray, num_bytes: IdArray, stream: FakeStream) -> None:
         for source, destination, count in zip(sources.tolist(), destinations.tolist(), num_bytes.tolist(), strict=True):
             self.copy(source, destination, count, stream)
+
+    def copy_batch_2d(self, rects: Rects, stream: FakeStream) -> None:
+        for source, destination, width, height, *pitches in zip(*(field.tolist() for field in rects), strict=True):
+            assert width <= min(pitches)
+            assert max(pitches) <= self.capabilities.max_pitch_bytes
+            for row in range(height):
+                self.copy(source + row * pitches[0], destination + row * pitches[1], width, stream)
 
     def load_module(self, image: bytes) -> Any:
         return self._module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from kvhoist.platform.open import open_platform
 from kvhoist.transfer import Transfer
 
 DEADLINE_S = 30
+ENGINES = ("staged", "dma", "mapped")
+GUARD, GUARD_BYTES = 0xA5, 4096
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ class GpuRank:
 
     def __init__(self, shape: Shape, *, num_blocks: int = 64, host_pages: int = 40, order: str = "", **options: Any):
         self.group = shape.group
+        self._guarded: list[torch.Tensor] = []
         self.tensors = {
-            component.name: [_random(_sized(shape.tensors[component.name], num_blocks)) for _ in component.layers]
+            component.name: [self._random(_sized(shape.tensors[component.name], num_blocks)) for _ in component.layers]
             for component in self.group.components
         }
         self._axes = shape.axes
@@ -97,7 +101,11 @@ class GpuRank:
         return self.group.blocks_per_page
 
     def snapshot(self) -> dict[str, list[np.ndarray]]:
+        """Return the cache's bytes, once it is sure that none around its tensors was touched."""
         torch.cuda.synchronize()
+        for whole in self._guarded:
+            assert (whole[:GUARD_BYTES] == GUARD).all()
+            assert (whole[-GUARD_BYTES:] == GUARD).all()
         return {name: [tensor.cpu().numpy().copy() for tensor in held] for name, held in self.tensors.items()}
 
     def submit(
@@ -125,6 +133,15 @@ class GpuRank:
         BoundPlan(plan, (self.arena.region,), cache.buffers).copy(np.array(pages), np.array(blocks))
         return wanted
 
+    def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return random bytes on the device, with guards before and behind them."""
+        length = math.prod(shape)
+        whole = torch.full((length + 2 * GUARD_BYTES,), GUARD, dtype=torch.uint8, device="cuda")
+        self._guarded.append(whole)
+        inner = whole[GUARD_BYTES:-GUARD_BYTES]
+        inner.random_(0, 256)
+        return inner.view(shape)
+
     def record(self) -> Event:
         """Return the point that torch's current stream has reached."""
         return self.platform.record(self.platform.wrap_stream(torch.cuda.current_stream().cuda_stream))
@@ -132,10 +149,6 @@ class GpuRank:
 
 def same(wanted: dict[str, list[np.ndarray]], got: dict[str, list[np.ndarray]]) -> bool:
     return all((a == b).all() for name in wanted for a, b in zip(wanted[name], got[name], strict=True))
-
-
-def _random(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
 
 
 def _sized(shape: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:

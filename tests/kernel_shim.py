@@ -14,6 +14,7 @@ _SHIM = """
 #define __device__
 #define __forceinline__ inline
 #define __global__
+#define __launch_bounds__(threads)
 struct Index { unsigned int x; };
 static thread_local Index blockIdx, threadIdx, blockDim, gridDim;
 #include "relayout.cuh"

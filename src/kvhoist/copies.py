@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvhoist.copy.choose import choose_engine
+from kvhoist.copy.choose import choose_engines
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.device_layout import DeviceCache
@@ -69,14 +70,15 @@ class Copies(Protocol):
 
 
 def plans_between(
-    device: DeviceCache, arena: HostArena, platform: Platform, io_backend: str
+    device: DeviceCache, arena: HostArena, platform: Platform, io_backend: str, staging_bytes: int
 ) -> tuple[CopyPlan, CopyPlan]:
-    """Return the plans of offloads and loads, with engines chosen. Raises ConfigError as `choose_engine` does."""
-    offload, load = (
-        plan.with_choice(choose_engine(plan, platform, io_backend))
-        for plan in (CopyPlan.make(device.layout, arena.layout), CopyPlan.make(arena.layout, device.layout))
+    """Return the plans of offloads and loads, with engines chosen. Raises ConfigError as `choose_engines` does."""
+    choose = partial(choose_engines, staging_bytes=staging_bytes, device=device.buffers)
+    offload, load = CopyPlan.make(device.layout, arena.layout), CopyPlan.make(arena.layout, device.layout)
+    return (
+        offload.with_choices(choose(offload, platform, io_backend, loads=False)),
+        load.with_choices(choose(load, platform, io_backend, loads=True)),
     )
-    return offload, load
 
 
 def ids_of(numbers: Sequence[int]) -> IdArray:
@@ -90,7 +92,7 @@ class HostCopies:
     def __init__(
         self, device: DeviceCache, arena: HostArena, platform: Platform, io_backend: str, *, debug_verify: bool
     ) -> None:
-        offload, load = self.plans = plans_between(device, arena, platform, io_backend)
+        offload, load = self.plans = plans_between(device, arena, platform, io_backend, 0)
         host = (arena.region,)
         self._offload = BoundPlan(offload, device.buffers, host)
         self._load = [BoundPlan(step, host, device.buffers) for step in load.layer_groups(_MAX_LOAD_STEPS)]

@@ -1,4 +1,4 @@
-"""Copies of a rank whose device has streams of its own, by the staged engine; and which copies a platform needs."""
+"""Copies of a rank whose device has streams of its own; and which copies a platform needs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ import numpy as np
 
 from kvhoist.config import DEFAULT_STAGING_BYTES
 from kvhoist.copies import MISMATCH, Copied, Copies, Finish, HostCopies, ids_of, plans_between
+from kvhoist.copy.engine import Between, CopyEngine
+from kvhoist.copy.engines import EngineMaker
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
-from kvhoist.copy.staged import StagedCopy, Staging
 from kvhoist.device_layout import DeviceCache
 from kvhoist.layout import HostOrder
 from kvhoist.memory.arena import HostArena
 from kvhoist.memory.pinned import PinnedArena
 from kvhoist.messages import LEFT_OUT, Job
-from kvhoist.platform.base import Event, IdArray, Platform, Priority, region_of
+from kvhoist.platform.base import Event, IdArray, Platform, region_of
 from kvhoist.transfer import Transfer
 from kvhoist.verify import PageDigests, page_as_blocks
-
-_LOAD_GROUPS = 4
-"""Layer groups of a load: a prefill may start when the first is there. Each costs a copy a page to enqueue."""
 
 
 def make_copies(
@@ -34,15 +32,15 @@ def make_copies(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     debug_verify: bool = False,
 ) -> Copies:
-    """Return the copies that the platform needs. Raises ConfigError as `choose_engine` does and for a ring that cannot
+    """Return the copies that the platform needs. Raises ConfigError as `choose_engines` does and for a ring that cannot
     pass a page; DeviceError where the device has no room for the ring, or the driver does not pin the arena."""
     if platform.capabilities.host_visible:
         return HostCopies(device, arena, platform, io_backend, debug_verify=debug_verify)
-    return StagedCopies(device, arena, platform, io_backend, staging_bytes=staging_bytes, debug_verify=debug_verify)
+    return DeviceCopies(device, arena, platform, io_backend, staging_bytes=staging_bytes, debug_verify=debug_verify)
 
 
-class StagedCopies:
-    """Both directions by the staged engine, over one ring. Owns the ring, the streams and the arena's registration."""
+class DeviceCopies:
+    """Both directions, each by the engines of its plan. Owns what they share, and the arena's registration."""
 
     def __init__(
         self,
@@ -54,19 +52,21 @@ class StagedCopies:
         staging_bytes: int,
         debug_verify: bool,
     ) -> None:
-        offload, load = self.plans = plans_between(device, arena, platform, io_backend)
+        self.plans = plans_between(device, arena, platform, io_backend, staging_bytes)
         with contextlib.ExitStack() as undo:
-            host = undo.enter_context(PinnedArena(arena, platform)).region
-            staging = undo.enter_context(Staging(platform, arena, staging_bytes))
-            self._offload = StagedCopy(offload, device.buffers, host, staging, Priority.NORMAL, loads=False)
-            groups = _LOAD_GROUPS if arena.layout.name == HostOrder.PAGE_FIRST_DIRECT else 1
-            self._load = StagedCopy(load, device.buffers, host, staging, Priority.HIGH, loads=True, num_groups=groups)
-            self._digests = _digests(device, arena, platform, staging, undo) if debug_verify else None
+            host = undo.enter_context(PinnedArena(arena, platform))
+            make = undo.enter_context(EngineMaker(platform, arena, staging_bytes))
+            self._engines: list[CopyEngine] = []
+            self._offloads, self._loads = (
+                self._engines_of(Between(plan, device.buffers, host, platform, loads), make)
+                for plan, loads in zip(self.plans, (False, True), strict=True)
+            )
+            self._digests = _digests(device, arena, platform, make, self.plans[0], undo) if debug_verify else None
             self._undo = undo.pop_all()
 
     def offload(self, job: Job, after: Event | None, transfer: Transfer) -> Finish:
         blocks, pages = self.plans[0].check_ids(ids_of(job.device_blocks), ids_of(job.host_pages))
-        marks, read = self._offload.start(pages, blocks, after)
+        marks, read = self._pick(self._offloads, 0, job).start(pages, blocks, after)
         transfer.enqueued(marks, read)
 
         def finish() -> Copied:
@@ -79,7 +79,7 @@ class StagedCopies:
     def load(self, job: Job, after: Event | None, transfer: Transfer) -> Finish:
         pages, blocks = self.plans[1].check_ids(ids_of(job.host_pages), ids_of(job.device_blocks))
         num_bytes = int((blocks != LEFT_OUT).sum()) * (job.num_pages * self.plans[1].page_bytes // len(blocks))
-        marks, read = self._load.start(pages, blocks, after)
+        marks, read = self._pick(self._loads, 1, job).start(pages, blocks, after)
         if self._digests is None:
             transfer.enqueued(marks, read)
 
@@ -95,21 +95,35 @@ class StagedCopies:
             self._digests.remember(host_pages)
 
     def close(self) -> None:
-        self._offload.synchronize()
-        self._load.synchronize()
+        for engine in self._engines:
+            engine.synchronize()
         self._undo.close()
+
+    def _engines_of(self, between: Between, make: EngineMaker) -> list[CopyEngine]:
+        found = [make(choice.engine, between, choice.num_groups) for choice in between.plan.choices]
+        self._engines += found
+        return found
+
+    def _pick(self, engines: list[CopyEngine], direction: int, job: Job) -> CopyEngine:
+        plan = self.plans[direction]
+        return engines[plan.choices.index(plan.choice_for(job.num_pages))]
 
 
 def _digests(
-    device: DeviceCache, arena: HostArena, platform: Platform, staging: Staging, undo: contextlib.ExitStack
+    device: DeviceCache,
+    arena: HostArena,
+    platform: Platform,
+    make: EngineMaker,
+    offload: CopyPlan,
+    undo: contextlib.ExitStack,
 ) -> PageDigests:
-    """Return digests that read the device back through pinned memory of one page."""
+    """Return digests that read the device back through pinned memory of one page, as `offload` moves one."""
     group = device.layout.group
     scratch = np.zeros(group.page_pitch_bytes, dtype=np.uint8)
     raw = undo.enter_context(HostArena(group, num_pages=1, order=HostOrder(arena.layout.name)))
     pinned = undo.enter_context(PinnedArena(raw, platform))
     plan = CopyPlan.make(device.layout, raw.layout)
-    gather = StagedCopy(plan, device.buffers, pinned.region, staging, Priority.NORMAL, loads=False)
+    gather = make(offload.choice_for(1).engine, Between(plan, device.buffers, pinned, platform, loads=False), 1)
     blocks_of_page = page_as_blocks(arena)
     overlay = BoundPlan(CopyPlan.make(blocks_of_page, blocks_of_page), (raw.region,), (region_of(scratch),))
     first_page = np.zeros(1, dtype=np.int64)
@@ -117,7 +131,7 @@ def _digests(
     def read_back(blocks: IdArray, places: IdArray) -> None:
         if not len(blocks):
             return
-        whole = np.full(gather.ids_per_page, blocks[0])
+        whole = np.full(gather.between.ids_per_page, blocks[0])
         whole[places if len(places) == len(blocks) else slice(None)] = blocks
         marks, _ = gather.start(first_page, whole, None)
         marks[-1][1].wait()

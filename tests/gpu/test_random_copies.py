@@ -8,21 +8,23 @@ import time
 
 import pytest
 import torch
-from gpu_rank import DEADLINE_S, GpuRank, Shape, same, shapes
+from gpu_rank import DEADLINE_S, ENGINES, GpuRank, Shape, same, shapes
 
 from kvhoist.messages import JobKind
 
 SECONDS = float(os.environ.get("KVHOIST_GPU_SECONDS", "20"))
 
 
+@pytest.mark.parametrize("engine", ["auto", *ENGINES])
 @pytest.mark.parametrize("shape", shapes(), ids=lambda shape: shape.name)
-def test_any_mix_of_copies_leaves_exactly_the_bytes_that_it_should(shape: Shape) -> None:
+def test_any_mix_of_copies_leaves_exactly_the_bytes_that_it_should(shape: Shape, engine: str) -> None:
     """Jobs of a round touch different pages; beside them a kernel keeps the device busy."""
     rng = random.Random(shape.name)
-    deadline = time.monotonic() + SECONDS / len(shapes())
+    deadline = time.monotonic() + SECONDS / len(shapes()) / (1 + len(ENGINES))
     busy = torch.cuda.Stream()
     rounds = 0
-    with GpuRank(shape, num_blocks=96, host_pages=48, staging_bytes=rng.choice((4 << 20, 256 << 20))) as rank:
+    options = {"staging_bytes": rng.choice((4 << 20, 256 << 20)), "io_backend": engine}
+    with GpuRank(shape, num_blocks=96, host_pages=48, **options) as rank:
         per_page = rank.ids_per_page
         while time.monotonic() < deadline or not rounds:
             rounds += 1
@@ -45,4 +47,4 @@ def test_any_mix_of_copies_leaves_exactly_the_bytes_that_it_should(shape: Shape)
             assert all(transfer.result(DEADLINE_S).failed_pages == () for transfer in transfers)
             assert (rank.arena.buffer == wanted).all(), f"round {rounds}"
             assert same(loaded, rank.snapshot()), f"round {rounds}"
-    print(f"{shape.name}: {rounds} rounds")
+    print(f"{shape.name}, {engine}: {rounds} rounds")

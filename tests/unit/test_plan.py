@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvhoist.copy.choose import choose_engine
+from kvhoist.copy.choose import choose_engines
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.device_layout import DeviceCache, read_device_layout
@@ -60,25 +60,27 @@ def test_alignment_divides_every_address() -> None:
     assert CopyPlan.make(INTERLEAVED.layout, HOST).alignment_bytes == 128
 
 
+def chosen(plan: CopyPlan, requested: str = "auto") -> CopyPlan:
+    return plan.with_choices(choose_engines(plan, CpuPlatform(), requested, loads=False, staging_bytes=0))
+
+
 def test_a_plan_prints_itself() -> None:
-    plan = CopyPlan.make(INTERLEAVED.layout, HOST)
-    plan = plan.with_choice(choose_engine(plan, CpuPlatform()))
+    plan = chosen(CopyPlan.make(INTERLEAVED.layout, HOST))
     text = str(plan)
     for part in ("device (8 blocks) -> page_first_direct (4 pages)", "16 runs", "128 B", "reference", "4 layers"):
         assert part in text
     told = json.loads(json.dumps(plan.to_dict()))
     assert told["runs_per_page"] == 16
-    assert told["engine"] == "reference"
+    assert [choice["engine"] for choice in told["engines"]] == ["reference"]
     assert sum(loop["times"] for loop in told["loops"]) == len(plan.nests)
 
 
 def test_a_plan_of_a_layer_group_moves_those_layers_and_keeps_the_engine() -> None:
-    plan = CopyPlan.make(INTERLEAVED.layout, HOST)
-    plan = plan.with_choice(choose_engine(plan, CpuPlatform()))
+    plan = chosen(CopyPlan.make(INTERLEAVED.layout, HOST))
     part = plan.for_layers(1, 3)
     assert part.layers == (1, 2)
     assert part.page_bytes == plan.page_bytes // 2
-    assert part.choice == plan.choice
+    assert part.choices == plan.choices != ()
     assert [p.layers for p in plan.layer_groups(3)] == [(0,), (1,), (2, 3)]
     assert [p.layers for p in plan.layer_groups(99)] == [(0,), (1,), (2,), (3,)]
 
@@ -209,11 +211,11 @@ def test_tensors_at_any_distance_copy_alike() -> None:
 
 def test_engines_are_chosen_by_the_platform_and_never_replaced() -> None:
     plan = CopyPlan.make(INTERLEAVED.layout, HOST)
-    assert choose_engine(plan, CpuPlatform()).engine == "reference"
-    assert choose_engine(plan, CpuPlatform(), "reference").why == "requested"
+    assert chosen(plan).choice_for(5).engine == "reference"
+    assert chosen(plan, "reference").choice_for(1).why == "requested"
     for engine in ("staged", "dma", "mapped"):
         with pytest.raises(ConfigError, match=f"'{engine}' does not run on the cpu platform") as caught:
-            choose_engine(plan, CpuPlatform(), engine)
+            chosen(plan, engine)
         assert "io_backend" in str(caught.value)
     with pytest.raises(ConfigError, match="valid choices: auto, reference, staged, dma, mapped"):
-        choose_engine(plan, CpuPlatform(), "rdma")
+        chosen(plan, "rdma")

@@ -14,13 +14,15 @@ import pytest
 from kvhoist.copy.nests import End, Nest
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
-from kvhoist.copy.relayout import SOURCE, WORDS, Relayout, pack_places, word_bytes_of
+from kvhoist.copy.relayout import SOURCE, WORDS, Relayout, word_bytes_of
 from kvhoist.device_layout import read_device_layout
+from kvhoist.errors import ConfigError
 from kvhoist.geometry import CacheGeometry, CacheGroup
 from kvhoist.layout import HostOrder
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import LEFT_OUT
 from kvhoist.platform.base import region_of
+from kvhoist.platform.cpu import CpuPlatform, CpuStream
 
 pytestmark = pytest.mark.skipif(kernel_shim.compiler() is None, reason="no C++ compiler here")
 
@@ -92,20 +94,20 @@ def moved(library: ctypes.CDLL, case: str, order: HostOrder, *, scatters: bool, 
     else:
         BoundPlan(CopyPlan.make(twin.layout, wanted.layout), twin.buffers, (wanted.region,)).copy(blocks, pages)
     nests = [_placed(nest, cache.buffers, scatters=scatters) for nest in plan.nests]
-    places, word = pack_places(nests), word_bytes_of(nests)
-    assert word is not None
     relayout = Relayout(
         nests,
         ShimModule(library),
-        region_of(places.view(np.uint8).reshape(-1)),
-        word_bytes=word,
+        CpuPlatform(),
+        word_bytes=word_bytes_of(nests),
         scatters=scatters,
         steps_per_page=plan.steps_per_page,
         steps_per_id=plan.steps_per_page // per_page,
+        block_threads=256,
         max_blocks=grid,
     )
     slot = region_of(blobs.buffer).address
-    relayout.launch(slot, region_of(blocks.view(np.uint8)).address, num_pages * plan.steps_per_page, None)  # type: ignore[arg-type]
+    ids = region_of(blocks.view(np.uint8)).address
+    relayout.launch(slot, 0, ids, num_pages * plan.steps_per_page, CpuStream())
     same = all((a == b).all() for name in tensors for a, b in zip(tensors[name], twins[name], strict=True))
     return same and bool((blobs.buffer == wanted.buffer).all())
 
@@ -161,6 +163,7 @@ def test_words_are_as_wide_as_every_address_and_run_allows() -> None:
     end = End(0, 64, 4096)
     for run, word in ((48, 16), (40, 8), (36, 4)):
         assert word_bytes_of([Nest(end, end, run)]) == word
-    assert word_bytes_of([Nest(end, end, 34)]) is None
-    assert word_bytes_of([Nest(end, End(0, 66, 4096), 48)]) is None
+    for far, run in ((end, 34), (End(0, 66, 4096), 48)):
+        with pytest.raises(ConfigError, match=r"aligned to 2 B.*Set io_backend to 'dma'"):
+            word_bytes_of([Nest(end, far, run)])
     assert WORDS == (16, 8, 4)

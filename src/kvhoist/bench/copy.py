@@ -19,14 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from kvhoist.copy.choose import choose_engine
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.device_layout import DeviceCache, read_device_layout
 from kvhoist.geometry import CacheGeometry, CacheGroup
 from kvhoist.memory.arena import HostArena
 from kvhoist.platform.base import ByteArray
-from kvhoist.platform.open import open_platform
 
 TARGET = 0.7
 """The least share of the peak that is accepted."""
@@ -120,7 +118,7 @@ def _row(shape: Shape, direction: str, plan: CopyPlan, seconds: dict[str, list[f
         "bytes": num_bytes,
         "runs_per_page": plan.num_runs,
         "run_bytes": plan.min_run_bytes,
-        "engine": choose_engine(plan, open_platform()).engine,
+        "engine": "reference",
         "us": round(median[direction] * 1e6, 1),
         "gib_s": round(num_bytes / median[direction] / (1 << 30), 2),
         "peak_gib_s": round(num_bytes / median["peak"] / (1 << 30), 2),

@@ -3,41 +3,93 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 
 from kvhoist.copy.plan import CopyPlan, EngineChoice
+from kvhoist.copy.relayout import WORDS
+from kvhoist.copy.ring import CHUNKS
 from kvhoist.errors import ConfigError
-from kvhoist.platform.base import Platform
+from kvhoist.layout import HostOrder
+from kvhoist.platform.base import MemoryRegion, Platform
+from kvhoist.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
 AUTO = "auto"
 ENGINES = ("reference", "staged", "dma", "mapped")
 
+MAPPED_BELOW_BYTES = 1 << 20
+DMA_FROM_RUN_BYTES = 1 << 60
+LOAD_GROUPS = 4
+GROUP_BYTES = 8 << 20
 
-def choose_engine(plan: CopyPlan, platform: Platform, requested: str = AUTO) -> EngineChoice:
-    """Return the engine for `plan` on `platform`: the one `requested` (the `io_backend` option), or for `auto` the
-    first of the platform's `capabilities.engines`, logged.
+
+def choose_engines(
+    plan: CopyPlan,
+    platform: Platform,
+    requested: str = AUTO,
+    *,
+    loads: bool,
+    staging_bytes: int,
+    device: Sequence[MemoryRegion] = (),
+) -> tuple[EngineChoice, ...]:
+    """Return the engines for `plan` on `platform` by number of pages, from 1 page on, and log them: the one `requested`
+    (the `io_backend` option), or what is fastest by measurement for `auto`. `device` are the cache's buffers, as far as
+    they are known.
 
     Raises ConfigError for an unknown engine, or one that this platform does not have: a request is never replaced.
     """
     offered = platform.capabilities.engines
-    if requested == AUTO:
-        why = f"auto: {_first_reason(plan, platform)}"
-        _log.info("%s -> %s: copy engine %s (%s)", plan.src.name, plan.dst.name, offered[0], why)
-        return EngineChoice(offered[0], why)
-    if requested not in ENGINES:
+    if requested not in (AUTO, *ENGINES):
         raise ConfigError("unknown copy engine", got=repr(requested), choices=(AUTO, *ENGINES))
-    if requested not in offered:
+    if requested not in (AUTO, *offered):
         raise ConfigError(
             f"copy engine {requested!r} does not run on the {platform.name} platform",
             got=f"io_backend={requested!r}, device {platform.device}",
             choices=(AUTO, *offered),
             remedy=f"Set io_backend to {AUTO!r}, or keep the KV tensors on a device that has it.",
         )
-    return EngineChoice(requested, "requested")
+    if requested != AUTO:
+        engines = [(1, requested, "requested")]
+    elif len(offered) == 1:
+        engines = [(1, offered[0], f"auto: the only engine of the {platform.name} platform")]
+    else:
+        engines = _fastest(plan, staging_bytes, device)
+    choices = _with_groups(plan, engines, loads=loads)
+    for choice in choices:
+        _log.info("%s -> %s: %s", plan.src.name, plan.dst.name, choice)
+    return choices
 
 
-def _first_reason(plan: CopyPlan, platform: Platform) -> str:
-    offered = platform.capabilities.engines
-    only = "the only engine" if len(offered) == 1 else f"preferred of {', '.join(offered)}"
-    return f"{only} of the {platform.name} platform, runs of {plan.min_run_bytes} B or more"
+def _fastest(plan: CopyPlan, staging_bytes: int, device: Sequence[MemoryRegion]) -> list[tuple[int, str, str]]:
+    """Return (from how many pages on, engine, why)."""
+    alignment = math.gcd(plan.alignment_bytes, *(region.address for region in device))
+    runs = f"runs of {format_bytes(plan.min_run_bytes)} or more"
+    if alignment % WORDS[-1]:
+        return [(1, "dma", f"auto: kernels move multiples of {WORDS[-1]} B, these rows are aligned to {alignment} B")]
+    found = [(1, "mapped", f"auto: below {format_bytes(MAPPED_BELOW_BYTES)}")]
+    many = -(-MAPPED_BELOW_BYTES // plan.page_bytes)
+    if plan.min_run_bytes >= DMA_FROM_RUN_BYTES:
+        found.append((many, "dma", f"auto: {runs}"))
+    elif plan.src.group.page_pitch_bytes * CHUNKS > staging_bytes:
+        found.append((many, "dma", f"auto: a page does not fit into a quarter of {format_bytes(staging_bytes)}"))
+    else:
+        found.append((many, "staged", f"auto: {runs}"))
+    return found if many > 1 else found[1:]
+
+
+def _with_groups(plan: CopyPlan, engines: list[tuple[int, str, str]], *, loads: bool) -> tuple[EngineChoice, ...]:
+    """Let loads arrive in groups of layers from so many pages on as make a group worth its copies."""
+    direct = HostOrder.PAGE_FIRST_DIRECT in (plan.src.name, plan.dst.name)
+    if not loads or not direct:
+        return tuple(EngineChoice(engine, why, first) for first, engine, why in engines)
+    num_groups = min(LOAD_GROUPS, len(plan.layers))
+    grouped = -(-GROUP_BYTES * num_groups // plan.page_bytes)
+    found = []
+    for (first, engine, why), (following, *_) in zip(engines, [*engines[1:], (0, "", "")], strict=True):
+        if first < grouped:
+            found.append(EngineChoice(engine, why, first))
+        if not following or grouped < following:
+            found.append(EngineChoice(engine, why, max(first, grouped), num_groups))
+    return tuple(found)

@@ -23,6 +23,11 @@ class IdBuffer:
     registration: Registration
     free: Event | None = None
 
+    @property
+    def mapped_address(self) -> int:
+        """Where the device sees `host`."""
+        return self.registration.device_address
+
 
 class IdBuffers:
     """A pool of IdBuffers. Thread-safe."""

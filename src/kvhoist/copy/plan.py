@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -23,10 +23,17 @@ from kvhoist.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """Which copy engine runs a plan, and why that one."""
+    """Which copy engine runs a plan for `from_pages` pages and more, in how many groups of layers, and why that one."""
 
     engine: str
     why: str
+    from_pages: int = 1
+    num_groups: int = 1
+
+    def __str__(self) -> str:
+        pages = "" if self.from_pages == 1 else f" from {self.from_pages} pages on"
+        groups = "" if self.num_groups == 1 else f" in {self.num_groups} layer groups"
+        return f"{self.engine}{pages}{groups} ({self.why})"
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class CopyPlan:
     """The fewest, longest runs that move one page from `src` to `dst`, as loops over offsets into their buffers.
 
     `step` is what the nests move at once: a block where either side's ids name blocks (they need not be adjacent, so no
-    run crosses one), else a page. Independent of ids, addresses and devices. `choice` is set by `with_choice`.
+    run crosses one), else a page. Independent of ids, addresses and devices. `choices` are set by `with_choices`.
 
     Ids come as int64 arrays, for every engine alike. Where the ids of `dst` name blocks, LEFT_OUT (-1) among them means
     that this block is not written and the rest of its page is; anywhere else it is an error, as are other negative ids.
@@ -45,7 +52,7 @@ class CopyPlan:
     layers: tuple[int, ...]
     step: Unit
     nests: tuple[Nest, ...]
-    choice: EngineChoice | None = None
+    choices: tuple[EngineChoice, ...] = ()
 
     @classmethod
     def make(cls, src: Layout, dst: Layout, *, layers: Sequence[int] | None = None) -> CopyPlan:
@@ -73,13 +80,13 @@ class CopyPlan:
         return cls(src, dst, chosen, step, make_nests(src, dst, frozenset(chosen), per_unit))
 
     def for_layers(self, first: int, last: int) -> CopyPlan:
-        """Return the plan of this one's layers `first <= layer < last`, with the same choice of engine.
+        """Return the plan of this one's layers `first <= layer < last`, with the same choices of engines.
 
         Raises ConfigError where it has none there.
         """
         chosen = [layer for layer in self.layers if first <= layer < last]
         plan = CopyPlan.make(self.src, self.dst, layers=chosen)
-        return plan.with_choice(self.choice)
+        return plan.with_choices(self.choices)
 
     def layer_groups(self, num_groups: int) -> tuple[CopyPlan, ...]:
         """Cut the plan into at most `num_groups` plans of consecutive layers, first layers first, as even as can be."""
@@ -87,8 +94,13 @@ class CopyPlan:
         cuts = [len(self.layers) * i // count for i in range(count + 1)]
         return tuple(self.for_layers(self.layers[a], self.layers[b - 1] + 1) for a, b in pairwise(cuts))
 
-    def with_choice(self, choice: EngineChoice | None) -> CopyPlan:
-        return CopyPlan(self.src, self.dst, self.layers, self.step, self.nests, choice)
+    def with_choices(self, choices: Sequence[EngineChoice]) -> CopyPlan:
+        """Return the plan with engines by number of pages, ascending from 1."""
+        return CopyPlan(self.src, self.dst, self.layers, self.step, self.nests, tuple(choices))
+
+    def choice_for(self, num_pages: int) -> EngineChoice:
+        """Return the engine that moves so many pages at once."""
+        return next(choice for choice in reversed(self.choices) if choice.from_pages <= max(1, num_pages))
 
     @cached_property
     def steps_per_page(self) -> int:
@@ -169,8 +181,7 @@ class CopyPlan:
             "min_run_bytes": self.min_run_bytes,
             "max_run_bytes": self.max_run_bytes,
             "alignment_bytes": self.alignment_bytes,
-            "engine": self.choice.engine if self.choice else None,
-            "why": self.choice.why if self.choice else None,
+            "engines": [asdict(choice) for choice in self.choices],
             "loops": [
                 {"times": times, "run_bytes": run_bytes, "axes": [axis._asdict() for axis in axes]}
                 for (run_bytes, axes), times in self._loops().items()
@@ -189,7 +200,7 @@ class CopyPlan:
             f"  page    {format_bytes(self.page_bytes)}{steps}, {self.num_runs} runs, "
             f"{len(self.layers)} layers ({self.layers[0]} to {self.layers[-1]})",
             f"  run     {shown}, aligned to {self.alignment_bytes} B",
-            f"  engine  {f'{self.choice.engine}: {self.choice.why}' if self.choice else 'not chosen yet'}",
+            *(f"  engine  {choice}" for choice in self.choices or ("not chosen yet",)),
         ]
         for (run_bytes, axes), times in self._loops().items():
             loops = " x ".join(f"{a.length} (src +{a.src_stride_bytes}, dst +{a.dst_stride_bytes})" for a in axes)

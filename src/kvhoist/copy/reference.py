@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvhoist.copy.nests import Axis, End, Nest
+from kvhoist.copy.nests import End, Nest
+from kvhoist.copy.placed import fused, placed
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.errors import LayoutError
 from kvhoist.layout import Layout
@@ -65,8 +67,8 @@ class BoundPlan:
         for layout, buffers in zip((plan.src, plan.dst), self._buffers, strict=True):
             _check_buffers(layout, buffers)
         bases = [[region.address for region in buffers] for buffers in self._buffers]
-        nests = [_placed(nest, bases[0], bases[1]) for nest in plan.nests]
-        self._moves = [self._move(nest) for nest in _fused(nests, plan)]
+        nests = [placed(nest, bases[0], bases[1]) for nest in plan.nests]
+        self._moves = [self._move(nest) for nest in fused(nests, partial(_apart, plan))]
 
     def copy(self, src_units: ArrayLike, dst_units: ArrayLike) -> int:
         """Copy the units `src_units` to the units `dst_units` and return the bytes moved. Where the ids of
@@ -149,45 +151,9 @@ def _index(units: NDArray[np.int64], steps_per_unit: int) -> _Index:
     return np.repeat(units, steps_per_unit), np.tile(np.arange(steps_per_unit), len(units))
 
 
-def _placed(nest: Nest, src_bases: list[int], dst_bases: list[int]) -> Nest:
-    """Return the nest with addresses for offsets."""
-    ends = [
-        End(0, bases[end.buffer] + end.offset_bytes, end.unit_stride_bytes, end.block_stride_bytes)
-        for end, bases in ((nest.src, src_bases), (nest.dst, dst_bases))
-    ]
-    return Nest(ends[0], ends[1], nest.run_bytes, nest.axes)
-
-
-def _fused(nests: list[Nest], plan: CopyPlan) -> list[Nest]:
-    """Make one nest of neighbours that are alike and stand at one pitch of addresses on both sides, as the tensors of
-    layers that were allocated one after the other mostly do. Only the bytes of the nests themselves are touched.
-
-    Memory of the other side must not lie between them: numpy would take the two for overlapping and copy twice.
-    """
-    fused: list[Nest] = []
-    start = 0
-    while start < len(nests):
-        first, count, pitch = nests[start], 1, (0, 0)
-        for nest in nests[start + 1 :]:
-            step = _pitch(nests[start + count - 1], nest)
-            if step is None or (count > 1 and step != pitch) or _interleaved(first, nest, plan):
-                break
-            count, pitch = count + 1, step
-        axes = (Axis(count, *pitch), *first.axes) if count > 1 else first.axes
-        fused.append(Nest(first.src, first.dst, first.run_bytes, axes))
-        start += count
-    return fused
-
-
-def _pitch(a: Nest, b: Nest) -> tuple[int, int] | None:
-    """Return the address differences of two nests that are alike in all else, else None."""
-    src, dst = b.src.offset_bytes - a.src.offset_bytes, b.dst.offset_bytes - a.dst.offset_bytes
-    moved = Nest(_shift(a.src, src), _shift(a.dst, dst), a.run_bytes, a.axes)
-    return (src, dst) if moved == b else None
-
-
-def _interleaved(first: Nest, last: Nest, plan: CopyPlan) -> bool:
-    """Tell whether the addresses from `first` to `last` of one side span any of the other's."""
+def _apart(plan: CopyPlan, first: Nest, last: Nest) -> bool:
+    """Tell whether the addresses from `first` to `last` of one side span none of the other's: numpy would take the two
+    for overlapping, and copy twice."""
     hulls = []
     for side, layout, per_unit in ((0, plan.src, plan.steps_per_unit[0]), (1, plan.dst, plan.steps_per_unit[1])):
         ends = [(nest.src, nest.dst)[side] for nest in (first, last)]
@@ -196,11 +162,7 @@ def _interleaved(first: Nest, last: Nest, plan: CopyPlan) -> bool:
         starts = sorted(end.offset_bytes for end in ends)
         below, above = sum(min(0, step) for step in reach), sum(max(0, step) for step in reach)
         hulls.append((starts[0] + below, starts[1] + above + first.run_bytes))
-    return hulls[0][0] < hulls[1][1] and hulls[1][0] < hulls[0][1]
-
-
-def _shift(end: End, num_bytes: int) -> End:
-    return End(end.buffer, end.offset_bytes + num_bytes, end.unit_stride_bytes, end.block_stride_bytes)
+    return hulls[0][0] >= hulls[1][1] or hulls[1][0] >= hulls[0][1]
 
 
 def _view(end: End, strides: list[int], nest: Nest, num_units: int, per_unit: int, item: int) -> NDArray[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import c_int64
 from importlib import resources
@@ -10,15 +11,16 @@ from importlib import resources
 import numpy as np
 
 from kvhoist.copy.nests import Axis, End, Nest
-from kvhoist.platform.base import IdArray, KernelCall, MemoryRegion, Module, Stream
+from kvhoist.errors import ConfigError
+from kvhoist.platform.base import IdArray, KernelCall, Module, Platform, Stream
 
 NAME = "relayout.cuh"
 SOURCE = resources.files("kvhoist.copy").joinpath(f"kernels/{NAME}")
 
 GROUP_THREADS = 32
 UNROLL = 8
-DEFINES = {"GROUP_THREADS": GROUP_THREADS, "UNROLL": UNROLL}
-BLOCK_THREADS = 256
+MAX_BLOCK_THREADS = 1024
+DEFINES = {"GROUP_THREADS": GROUP_THREADS, "UNROLL": UNROLL, "MAX_BLOCK_THREADS": MAX_BLOCK_THREADS}
 MAX_AXES = 4
 WORDS = (16, 8, 4)
 """Bytes that a thread moves at once: the kernels are called relayout16, relayout8 and relayout4."""
@@ -52,25 +54,28 @@ class RelayoutParameters(ctypes.Structure):
 
 
 class Relayout:
-    """The nests of one plan, those of one shape in one launch, their places in device memory. One side is the staging
-    ring, whose units are counted from 0 on, the other the cache, whose units are named by ids. For one thread at a
-    time."""
+    """The nests of one plan, those of one shape in one launch, their places in device memory. One side is the host's
+    pages, staged or mapped, the other the cache. For one thread at a time."""
 
     def __init__(
         self,
         nests: Sequence[Nest],
         module: Module,
-        places: MemoryRegion,
+        platform: Platform,
         *,
         word_bytes: int,
         scatters: bool,
         steps_per_page: int,
         steps_per_id: int,
+        block_threads: int,
         max_blocks: int,
     ) -> None:
-        """`nests` hold addresses for offsets on the cache's side, `places` what `pack_places(nests)` returned, on the
-        device. `scatters`: from the ring to the cache."""
-        self._places = places  # kept alive
+        """`nests` hold addresses for offsets on the cache's side; words of `word_bytes` must divide all their numbers.
+        `scatters`: from the pages to the cache. A page is `steps_per_page` steps, an id of the cache `steps_per_id`."""
+        table = _pack_places(nests)
+        self._places = platform.allocate(table.nbytes)
+        platform.write(self._places, table.view(np.uint8).reshape(-1))
+        self._block_threads = block_threads
         self._max_blocks = max_blocks
         self._launches: list[tuple[KernelCall, RelayoutParameters, SideParameters, SideParameters, int]] = []
         first = 0
@@ -81,37 +86,47 @@ class Relayout:
             parameters = RelayoutParameters(
                 _side(nest.src, [axis[1] for axis in axes], per_unit[0]),
                 _side(nest.dst, [axis[2] for axis in axes], per_unit[1]),
-                places.address + first * 16,
+                self._places.address + first * 16,
                 len(group),
                 0,
                 nest.run_bytes,
                 (c_int64 * MAX_AXES)(*(axis[0] for axis in axes)),
             )
             pieces = -(-nest.run_bytes // (word_bytes * GROUP_THREADS * UNROLL))
-            staged, cache = (parameters.src, parameters.dst) if scatters else (parameters.dst, parameters.src)
+            pages, cache = (parameters.src, parameters.dst) if scatters else (parameters.dst, parameters.src)
             call = module.prepare(f"relayout{word_bytes}", parameters)
-            self._launches.append((call, parameters, staged, cache, len(group) * nest.num_runs * pieces))
+            self._launches.append((call, parameters, pages, cache, len(group) * nest.num_runs * pieces))
             first += len(group)
 
-    def launch(self, slot: int, ids: int, num_steps: int, stream: Stream) -> None:
-        """Enqueue `num_steps` steps between the ring's slot at `slot` and the units whose ids stand at `ids`."""
-        for call, parameters, staged, cache, items in self._launches:
-            staged.base, cache.ids, parameters.num_steps = slot, ids, num_steps
-            groups = -(-items * num_steps * GROUP_THREADS // BLOCK_THREADS)
-            call.launch(min(self._max_blocks, groups), BLOCK_THREADS, stream)
+    def launch(self, base: int, page_ids: int, cache_ids: int, num_steps: int, stream: Stream) -> None:
+        """Enqueue `num_steps` steps between the pages at `base` and the cache. Ids stand at the given addresses, where
+        the device can read them; `page_ids` 0: pages are counted from 0 on."""
+        for call, parameters, pages, cache, items in self._launches:
+            pages.base, pages.ids, cache.ids, parameters.num_steps = base, page_ids, cache_ids, num_steps
+            groups = -(-items * num_steps * GROUP_THREADS // self._block_threads)
+            call.launch(min(self._max_blocks, groups), self._block_threads, stream)
 
 
-def pack_places(nests: Sequence[Nest]) -> IdArray:
+def _pack_places(nests: Sequence[Nest]) -> IdArray:
     """Return the source and destination offsets of `nests`, in the order in which `Relayout` wants them."""
     ordered = [nest for group in _alike(nests) for nest in group]
     return np.array([[nest.src.offset_bytes, nest.dst.offset_bytes] for nest in ordered], dtype=np.int64)
 
 
-def word_bytes_of(nests: Sequence[Nest]) -> int | None:
-    """Return the widest word that all addresses and runs are multiples of; None where the kernel cannot move them."""
-    if any(len(nest.axes) > MAX_AXES for nest in nests):
-        return None
-    return next((word for word in WORDS if all(n % word == 0 for nest in nests for n in nest.numbers())), None)
+def word_bytes_of(nests: Sequence[Nest]) -> int:
+    """Return the widest word that all addresses and runs are multiples of. Raises ConfigError where the kernel cannot
+    move them."""
+    divisor = math.gcd(*(number for nest in nests for number in nest.numbers()))
+    depth = max(len(nest.axes) for nest in nests)
+    word = next((word for word in WORDS if divisor % word == 0), None)
+    if word is None or depth > MAX_AXES:
+        raise ConfigError(
+            "the kernels cannot move these rows",
+            got=f"runs and places aligned to {divisor & -divisor} B, {depth} loops",
+            expected=f"multiples of {WORDS[-1]} bytes, at most {MAX_AXES} loops",
+            remedy="Set io_backend to 'dma'.",
+        )
+    return word
 
 
 def _alike(nests: Sequence[Nest]) -> list[list[Nest]]:

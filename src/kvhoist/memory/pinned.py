@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from types import TracebackType
 
+import numpy as np
+
 from kvhoist.memory.arena import HostArena
-from kvhoist.platform.base import MemoryRegion, Platform, Registration
+from kvhoist.platform.base import IdArray, MemoryRegion, Platform, Registration
 
 _PIECE_BYTES = 1 << 30
 """A driver pins a piece in one call, which nobody can interrupt: about 0.1 s for one of this length."""
@@ -26,8 +28,9 @@ class PinnedArena:
     def __init__(self, arena: HostArena, platform: Platform, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self.region = arena.region
         self._registrations: list[Registration] = []
-        pitch = arena.layout.group.page_pitch_bytes
-        step = max(1, piece_bytes // pitch) * pitch
+        self._pitch_bytes = pitch = arena.layout.group.page_pitch_bytes
+        self._pages_per_piece = max(1, piece_bytes // pitch)
+        step = self._pages_per_piece * pitch
         try:
             for start in range(0, arena.num_bytes, step):
                 length = min(step, arena.num_bytes - start)
@@ -36,6 +39,13 @@ class PinnedArena:
         except BaseException:
             self.close()
             raise
+        self._addresses = np.array([piece.device_address for piece in self._registrations], dtype=np.int64)
+
+    def device_addresses(self, pages: IdArray) -> IdArray:
+        """Return where the device sees host pages."""
+        piece, page = np.divmod(pages, self._pages_per_piece)
+        addresses: IdArray = self._addresses[piece] + page * self._pitch_bytes
+        return addresses
 
     def __enter__(self) -> PinnedArena:
         return self

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,21 @@ class Capabilities:
     registers_host: bool  # `register` pins memory for DMA and may answer another device address
     launches_kernels: bool  # `load_module` works
     compute_capability: tuple[int, int] | None = None  # what NVIDIA calls the architecture that kernels are made for
+    multiprocessors: int = 0  # how many blocks of a kernel run side by side, at least
+    max_pitch_bytes: int = 0  # of a 2-D copy
+    block_quota: int = 0  # blocks that a kernel on mapped host memory may take from the model
+
+
+class Rects(NamedTuple):
+    """2-D copies, one an entry: `heights` rows of `widths` bytes, the rows a pitch apart on either side. int64 arrays
+    of one length, addresses in `sources` and `destinations`, the rest bytes; a pitch is at least the width."""
+
+    sources: IdArray
+    destinations: IdArray
+    widths: IdArray
+    heights: IdArray
+    source_pitches: IdArray
+    destination_pitches: IdArray
 
 
 class Event(Protocol):
@@ -181,6 +196,10 @@ class Platform(Protocol):
         """Return device memory that is freed with the region's `owner`."""
         ...
 
+    def allocation_of(self, address: int) -> int:
+        """Return where the allocation of device memory starts that holds `address`: no 2-D copy may span two."""
+        ...
+
     def write(self, region: MemoryRegion, data: ByteArray) -> None:
         """Copy `data` to device memory, and wait until it is there: for small tables, at start."""
         ...
@@ -195,6 +214,10 @@ class Platform(Protocol):
 
         Raises ConfigError for arrays of unequal length or negative counts.
         """
+        ...
+
+    def copy_batch_2d(self, rects: Rects, stream: Stream) -> None:
+        """Enqueue 2-D copies, as `copy_batch`."""
         ...
 
     def load_module(self, image: bytes) -> Module:

@@ -20,6 +20,7 @@ from kvhoist.platform.base import (
     MemoryRegion,
     Module,
     Priority,
+    Rects,
     Registration,
     Stream,
     region_of,
@@ -124,8 +125,16 @@ class CpuPlatform:
         for source, destination, count in zip(sources.tolist(), destinations.tolist(), num_bytes.tolist(), strict=True):
             ctypes.memmove(destination, source, count)
 
+    def copy_batch_2d(self, rects: Rects, stream: Stream) -> None:
+        for source, destination, width, height, *pitches in zip(*(field.tolist() for field in rects), strict=True):
+            for row in range(height):
+                ctypes.memmove(destination + row * pitches[1], source + row * pitches[0], width)
+
     def allocate(self, num_bytes: int) -> MemoryRegion:
         return region_of(np.empty(num_bytes, dtype=np.uint8))
+
+    def allocation_of(self, address: int) -> int:
+        return 0
 
     def write(self, region: MemoryRegion, data: ByteArray) -> None:
         self.view(region)[: data.nbytes] = data

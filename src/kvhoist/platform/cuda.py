@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 import weakref
 from contextlib import AbstractContextManager
 from ctypes import byref, c_int, c_size_t, c_void_p
@@ -24,85 +23,20 @@ from kvhoist.platform.base import (
     MemoryRegion,
     Module,
     Priority,
+    Rects,
     Registration,
     Stream,
 )
 from kvhoist.platform.cpu import host_view
 from kvhoist.platform.cuda_driver import CudaDriver
+from kvhoist.platform.cuda_rects import enqueue_rects
+from kvhoist.platform.cuda_streams import CudaEvent, CudaStream
 
-_FEW_COPIES = 4
+_FEW_COPIES = 1
 """So many copies cost less one by one than as a batch."""
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 2e-3
-
-
-class CudaEvent:
-    """A point in a stream. Handles are used again when nobody holds the event any more."""
-
-    handle = 0
-
-    def __init__(self, driver: CudaDriver) -> None:
-        self._driver = driver
-        try:
-            self.handle = driver.spare_events.pop()
-        except IndexError:
-            self.handle = self._create(driver)
-
-    @staticmethod
-    def _create(driver: CudaDriver) -> int:
-        handle = c_void_p()
-        with driver.current():
-            code = driver.library.cuEventCreate(byref(handle), cu.EVENT_DISABLE_TIMING | cu.EVENT_BLOCKING_SYNC)
-            driver.check(code, "making an event")
-        return int(handle.value or 0)
-
-    def __del__(self) -> None:
-        if self.handle:
-            self._driver.spare_events.append(self.handle)
-
-    def query(self) -> bool:
-        with self._driver.current():
-            return self._driver.is_ready(self._driver.library.cuEventQuery(self.handle), "waiting for a copy")
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        if timeout_s is None:
-            with self._driver.current():
-                self._driver.check(self._driver.library.cuEventSynchronize(self.handle), "waiting for a copy")
-            return True
-        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
-        while not self.query():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return True
-
-
-class CudaStream:
-    """A stream by its handle; destroyed with this object where it was made here."""
-
-    def __init__(self, driver: CudaDriver, handle: int, priority: Priority, *, owned: bool) -> None:
-        self._driver = driver
-        self._wait, self._record = driver.library.cuStreamWaitEvent, driver.library.cuEventRecord
-        self.handle = handle
-        self.priority = priority
-        if owned:
-            weakref.finalize(self, driver.release, "cuStreamDestroy_v2", handle)
-
-    def wait(self, event: Event) -> None:
-        if not isinstance(event, CudaEvent):
-            event.wait()
-        elif code := self._wait(self.handle, event.handle, 0):
-            self._driver.check(code, "letting a stream wait")
-
-    def record(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
-        if code := self._record(event.handle, self.handle):
-            self._driver.check(code, "recording an event")
-
-    def synchronize(self) -> None:
-        with self._driver.current():
-            self._driver.check(self._driver.library.cuStreamSynchronize(self.handle), "waiting for a stream")
+_BLOCK_QUOTA = 2
+"""The design's default of what `mapped` takes of the multiprocessors."""
 
 
 class CudaRegistration:
@@ -185,12 +119,15 @@ class CudaPlatform:
         self.device = device
         self.driver = CudaDriver(device.index)
         self.capabilities = Capabilities(
-            engines=("staged",),
+            engines=("staged", "dma", "mapped"),
             asynchronous=True,
             host_visible=False,
             registers_host=True,
             launches_kernels=True,
             compute_capability=self.driver.compute_capability,
+            multiprocessors=self.driver.num_multiprocessors,
+            max_pitch_bytes=self.driver.max_pitch_bytes,
+            block_quota=_BLOCK_QUOTA,
         )
         least, greatest = c_int(), c_int()
         with self.driver.current():
@@ -245,6 +182,13 @@ class CudaPlatform:
         weakref.finalize(owner, self.driver.release, "cuMemFree_v2", address.value)
         return MemoryRegion(int(address.value or 0), num_bytes, self.device, owner)
 
+    def allocation_of(self, address: int) -> int:
+        base, num_bytes = c_void_p(), c_size_t()
+        with self.driver.current():
+            code = self.driver.library.cuMemGetAddressRange_v2(byref(base), byref(num_bytes), address)
+            self.driver.check(code, f"asking for the allocation of {address:#x}")
+        return int(base.value or 0)
+
     def write(self, region: MemoryRegion, data: ByteArray) -> None:
         with self.driver.current():
             code = self.driver.library.cuMemcpyHtoD_v2(region.address, data.ctypes.data, data.nbytes)
@@ -277,6 +221,10 @@ class CudaPlatform:
         )
         if code:
             self.driver.check(code, f"copying a batch of {count} (entry {self._failed.value})")
+
+    def copy_batch_2d(self, rects: Rects, stream: Stream) -> None:
+        assert isinstance(stream, CudaStream)
+        enqueue_rects(self.driver, rects, stream.handle)
 
     def load_module(self, image: bytes) -> Module:
         return CudaModule(self.driver, image)

@@ -12,7 +12,7 @@ from kvhoist.errors import ConfigError, DeviceError
 
 _LIBRARY = "libcuda.so.1"
 
-_OPTIONAL = ("cuMemcpyBatchAsync",)
+_OPTIONAL = ("cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync")
 """Functions that older drivers lack; the least driver version that has them is 570 (CUDA 12.8)."""
 
 STREAM_NON_BLOCKING = 1
@@ -22,7 +22,7 @@ HOST_REGISTER_PORTABLE = 1
 HOST_REGISTER_DEVICEMAP = 2
 _CAPTURE_RELAXED = 2
 _NOT_READY = 600
-_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
+_MAX_PITCH, _MULTIPROCESSORS, _MAJOR, _MINOR = 11, 16, 75, 76
 
 
 class MemcpyAttributes(ctypes.Structure):
@@ -66,6 +66,7 @@ class CudaDriver:
         self.has_batch_copies = hasattr(self.library, "cuMemcpyBatchAsync")
         self.compute_capability = (self._attribute(_MAJOR), self._attribute(_MINOR))
         self.num_multiprocessors = self._attribute(_MULTIPROCESSORS)
+        self.max_pitch_bytes = self._attribute(_MAX_PITCH)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -136,11 +137,14 @@ class CudaDriver:
             "cuLaunchKernel": (p, i, i, i, i, i, i, i, p, p, p),
             "cuMemAlloc_v2": (p, n),
             "cuMemFree_v2": (p,),
+            "cuMemGetAddressRange_v2": (p, p, p),
             "cuMemHostGetDevicePointer_v2": (p, p, i),
             "cuMemHostRegister_v2": (p, n, i),
             "cuMemHostUnregister": (p,),
             "cuMemcpyAsync": (p, p, n, p),
             "cuMemcpyHtoD_v2": (p, p, n),
+            "cuMemcpy2DAsync_v2": (p, p),
+            "cuMemcpy3DBatchAsync": (n, p, p, ctypes.c_ulonglong, p),
             "cuMemcpyBatchAsync": (p, p, p, n, p, p, n, p, p),
             "cuModuleGetFunction": (p, p, c_char_p),
             "cuModuleLoadData": (p, c_char_p),

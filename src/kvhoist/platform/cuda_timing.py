@@ -5,7 +5,8 @@ from __future__ import annotations
 from ctypes import byref, c_float, c_void_p
 
 from kvhoist.platform.base import Stream
-from kvhoist.platform.cuda import CudaPlatform, CudaStream
+from kvhoist.platform.cuda import CudaPlatform
+from kvhoist.platform.cuda_streams import CudaStream
 
 
 class StreamTimer:

@@ -15,6 +15,9 @@ typedef long long i64;
 #ifndef UNROLL
 #define UNROLL 8
 #endif
+#ifndef MAX_BLOCK_THREADS
+#define MAX_BLOCK_THREADS 1024
+#endif
 
 struct alignas(16) Word16 { u32 x, y, z, w; };
 struct alignas(8) Word8 { u32 x, y; };
@@ -120,9 +123,9 @@ __device__ __forceinline__ void relayout(const Relayout& p, u32 group, u32 num_g
     }
 }
 
-#define KVHOIST_KERNEL(name, W)                                                                      \
-    extern "C" __global__ void name(const Relayout p) {                                              \
-        const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;                                    \
+#define KVHOIST_KERNEL(name, W)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS) name(const Relayout p) {                    \
+        const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;                                               \
         relayout<W>(p, thread / GROUP_THREADS, gridDim.x * blockDim.x / GROUP_THREADS, thread % GROUP_THREADS); \
     }
 

@@ -1,4 +1,4 @@
-"""The staged engine and the mover on streams that really run later: no wait is missing, no byte is wrong."""
+"""The copy engines and the mover on streams that really run later: no wait is missing, no byte is wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from fake_streams import GPU, FakePlatform, FakeStream
 
-from kvhoist.copy import staged
+from kvhoist.copy import choose, device_kernels
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.copy.ring import Chunk, StagingRing
@@ -36,6 +36,10 @@ pytestmark = pytest.mark.skipif(kernel_shim.compiler() is None, reason="no C++ c
 DEADLINE_S = 20
 NUM_BLOCKS, NUM_PAGES, PER_PAGE = 48, 20, 2
 GROUP = CacheGeometry.attention(5, k_row_bytes=64, v_row_bytes=32, page_tokens=8, blocks_per_page=PER_PAGE).groups[0]
+
+
+ENGINES = ("staged", "dma", "mapped")
+every_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
 class Kernels:
@@ -83,7 +87,7 @@ class Rank:
             self.arena,
             platform=self.platform,  # type: ignore[arg-type]
             on_complete=self.answers.append,
-            **{"staging_bytes": 4 * 8192, **options},
+            **{"staging_bytes": 4 * 8192, "io_backend": "staged", **options},
         )
         self._next_id = 0
 
@@ -134,12 +138,13 @@ def no_compiler_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Image:
         image = b""
 
-    monkeypatch.setattr(staged, "compile_kernels", lambda *_, **__: Image())
+    monkeypatch.setattr(device_kernels, "compile_kernels", lambda *_, **__: Image())
 
 
+@every_engine
 @pytest.mark.parametrize("count", [1, 2, 7, 19])
-def test_both_directions_move_what_the_oracle_moves(library: ctypes.CDLL, count: int) -> None:
-    with Rank(library) as rank:
+def test_both_directions_move_what_the_oracle_moves(library: ctypes.CDLL, count: int, engine: str) -> None:
+    with Rank(library, io_backend=engine) as rank:
         for seed in range(4):
             pages, blocks = rank.picked(count, seed)
             wanted = rank.offloaded(pages, blocks)
@@ -152,37 +157,42 @@ def test_both_directions_move_what_the_oracle_moves(library: ctypes.CDLL, count:
             assert rank.holds(loaded)
 
 
-def test_a_stream_that_waits_for_a_layer_finds_it(library: ctypes.CDLL) -> None:
-    """The engine's stream reads a layer as soon as it may; the copy's later layers are still on the way."""
-    with Rank(library) as rank:
-        engine = FakeStream(fake_streams.Priority.NORMAL, 7)
+@every_engine
+def test_a_stream_that_waits_for_a_layer_finds_it(
+    library: ctypes.CDLL, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's stream reads a layer as soon as it may; the copy's later layers are still on the way."""
+    monkeypatch.setattr(choose, "GROUP_BYTES", 1)
+    with Rank(library, io_backend=engine) as rank:
+        model = FakeStream(fake_streams.Priority.NORMAL, 7)
         for seed in range(10):
             pages, blocks = rank.picked(15, seed)
             wanted = rank.loaded(pages, blocks)
-            load = rank.submit(JobKind.LOAD, pages, blocks, rank.platform.record(engine))
+            load = rank.submit(JobKind.LOAD, pages, blocks, rank.platform.record(model))
             right: list[bool] = []
             for layer in GROUP.layers:
-                load.wait(layer, stream=engine, timeout_s=DEADLINE_S)
+                load.wait(layer, stream=model, timeout_s=DEADLINE_S)
                 read = (rank.tensors["k"][layer], wanted["k"][layer])
-                engine.enqueue(partial(_compare, *read, right))
-            engine.synchronize()
+                model.enqueue(partial(_compare, *read, right))
+            model.synchronize()
             assert right == [True] * len(GROUP.layers)
             assert load.result(DEADLINE_S).failed_pages == ()
 
 
-def test_blocks_may_be_written_again_once_an_offload_has_read_them(library: ctypes.CDLL) -> None:
-    with Rank(library) as rank:
-        engine = FakeStream(fake_streams.Priority.NORMAL, 7)
+@every_engine
+def test_blocks_may_be_written_again_once_an_offload_has_read_them(library: ctypes.CDLL, engine: str) -> None:
+    with Rank(library, io_backend=engine) as rank:
+        model = FakeStream(fake_streams.Priority.NORMAL, 7)
         for seed in range(10):
             pages, blocks = rank.picked(12, seed)
             for value, tensor in enumerate(rank.tensors["k"]):
-                engine.enqueue(partial(tensor.__setitem__, blocks, 40 + value))
-            offload = rank.submit(JobKind.OFFLOAD, pages, blocks, rank.platform.record(engine))
-            offload.wait_read(engine)
+                model.enqueue(partial(tensor.__setitem__, blocks, 40 + value))
+            offload = rank.submit(JobKind.OFFLOAD, pages, blocks, rank.platform.record(model))
+            offload.wait_read(model)
             for tensor in rank.tensors["k"]:
-                engine.enqueue(partial(tensor.__setitem__, blocks, 0xDD))
+                model.enqueue(partial(tensor.__setitem__, blocks, 0xDD))
             assert offload.result(DEADLINE_S).failed_pages == ()
-            engine.synchronize()
+            model.synchronize()
             twins = {"k": [np.full((NUM_BLOCKS, 4, 64), 40 + i, np.uint8) for i in range(5)], "v": rank.tensors["v"]}
             twin = read_device_layout(GROUP, twins, "block token dim")
             wanted = HostArena(GROUP, num_pages=NUM_PAGES)
@@ -192,8 +202,9 @@ def test_blocks_may_be_written_again_once_an_offload_has_read_them(library: ctyp
             assert (wanted.buffer == rank.arena.buffer).all()
 
 
-def test_many_jobs_of_both_directions_share_the_ring(library: ctypes.CDLL) -> None:
-    with Rank(library) as rank:
+@pytest.mark.parametrize("engine", [*ENGINES, "auto"])
+def test_many_jobs_of_both_directions_share_the_ring(library: ctypes.CDLL, engine: str) -> None:
+    with Rank(library, io_backend=engine) as rank:
         for seed in range(6):
             pages, blocks = rank.picked(20, seed)
             wanted, loaded = rank.offloaded(pages[:10], blocks[:20]), rank.loaded(pages[10:], blocks[20:])
@@ -207,8 +218,9 @@ def test_many_jobs_of_both_directions_share_the_ring(library: ctypes.CDLL) -> No
             assert rank.holds(loaded)
 
 
-def test_debug_verify_reads_the_device_back(library: ctypes.CDLL) -> None:
-    with Rank(library, debug_verify=True) as rank:
+@every_engine
+def test_debug_verify_reads_the_device_back(library: ctypes.CDLL, engine: str) -> None:
+    with Rank(library, debug_verify=True, io_backend=engine) as rank:
         pages, blocks = rank.picked(5, 1)
         assert rank.submit(JobKind.OFFLOAD, pages, blocks).result(DEADLINE_S).failed_pages == ()
         elsewhere = rank.picked(5, 2)[1]
@@ -278,8 +290,12 @@ def test_threads_that_cannot_use_the_device_answer_their_jobs_all_the_same(
 @pytest.mark.parametrize("without", ["free", "filled"])
 def test_a_missing_wait_is_noticed(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, without: str) -> None:
     """The negative control of the tests above: drop one kind of wait, and bytes are wrong."""
-    waits, take = FakeStream.wait, StagingRing.take
+    waits, take, copy_batch = FakeStream.wait, StagingRing.take, FakePlatform.copy_batch
     taken: list[Chunk] = []
+
+    def slowly(platform: FakePlatform, *batch: Any) -> None:
+        batch[-1].enqueue(partial(time.sleep, 0.005 if without == "filled" else 0.0))
+        copy_batch(platform, *batch)
 
     def taking(ring: StagingRing, num_bytes: int, stream: Any) -> Chunk:
         if without == "free":
@@ -293,6 +309,7 @@ def test_a_missing_wait_is_noticed(library: ctypes.CDLL, monkeypatch: pytest.Mon
             waits(stream, event)
 
     monkeypatch.setattr(StagingRing, "take", taking)
+    monkeypatch.setattr(FakePlatform, "copy_batch", slowly)
     wrong = []
     for seed in range(4):
         with Rank(library, pause_s=0.005 if without == "free" else 0.0) as rank:

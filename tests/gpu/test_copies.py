@@ -1,4 +1,4 @@
-"""The staged engine on a GPU, through the mover: every byte of cache and arena against the numpy oracle."""
+"""The copy engines on a GPU, through the mover: every byte of cache and arena against the numpy oracle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from gpu_rank import DEADLINE_S, GpuRank, Shape, same, shapes
+from gpu_rank import DEADLINE_S, ENGINES, GpuRank, Shape, same, shapes
 
 from kvhoist.errors import ConfigError
 from kvhoist.messages import LEFT_OUT, JobKind
@@ -18,6 +18,8 @@ from kvhoist.platform.open import open_platform
 BY_NAME = {shape.name: shape for shape in shapes()}
 SMALL_RING = 4 << 20
 
+every_engine = pytest.mark.parametrize("engine", ENGINES)
+
 
 def picked(rank: GpuRank, count: int, seed: int) -> tuple[list[int], list[int]]:
     rng = random.Random(seed)
@@ -25,11 +27,16 @@ def picked(rank: GpuRank, count: int, seed: int) -> tuple[list[int], list[int]]:
     return pages, rng.sample(range(rank.device.layout.num_units), count * rank.ids_per_page)
 
 
+@every_engine
+@pytest.mark.parametrize("order", ["page_first_direct", "page_first"])
 @pytest.mark.parametrize("shape", BY_NAME.values(), ids=BY_NAME)
-@pytest.mark.parametrize("ring", [SMALL_RING, 256 << 20], ids=["small ring", "large ring"])
-def test_what_is_copied_is_what_the_oracle_copies_and_nothing_else_changes(shape: Shape, ring: int) -> None:
-    with GpuRank(shape, num_blocks=160, staging_bytes=ring) as rank:
-        for seed, count in enumerate((1, 2, 7, 16, 39)):
+def test_what_is_copied_is_what_the_oracle_copies_and_nothing_else_changes(
+    shape: Shape, order: str, engine: str
+) -> None:
+    """Page counts around what one chunk of the ring holds, and the whole ring."""
+    ring = 4 * 3 * shape.group.page_pitch_bytes
+    with GpuRank(shape, num_blocks=160, order=order, staging_bytes=ring, io_backend=engine) as rank:
+        for seed, count in enumerate((1, 2, 3, 4, 11, 12, 13, 39)):
             pages, blocks = picked(rank, count, seed)
             wanted = rank.expected_offload(pages, blocks)
             done = rank.submit(JobKind.OFFLOAD, pages, blocks).result(DEADLINE_S)
@@ -42,9 +49,10 @@ def test_what_is_copied_is_what_the_oracle_copies_and_nothing_else_changes(shape
             assert same(loaded, rank.snapshot())
 
 
+@every_engine
 @pytest.mark.parametrize("name", ["blocks of tokens", "latent and index"])
-def test_blocks_left_out_of_a_load_are_left_alone(name: str) -> None:
-    with GpuRank(BY_NAME[name], num_blocks=160) as rank:
+def test_blocks_left_out_of_a_load_are_left_alone(name: str, engine: str) -> None:
+    with GpuRank(BY_NAME[name], num_blocks=160, io_backend=engine) as rank:
         pages, blocks = picked(rank, 9, 3)
         blocks[0] = blocks[5] = blocks[-1] = LEFT_OUT
         wanted = rank.expected_load(pages, blocks)
@@ -53,8 +61,9 @@ def test_blocks_left_out_of_a_load_are_left_alone(name: str) -> None:
         assert same(wanted, rank.snapshot())
 
 
-def test_a_copy_of_neighbouring_host_pages_is_right_too() -> None:
-    with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160) as rank:
+@every_engine
+def test_a_copy_of_neighbouring_host_pages_is_right_too(engine: str) -> None:
+    with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160, io_backend=engine) as rank:
         _, blocks = picked(rank, 12, 3)
         pages = list(range(20, 32))
         wanted = rank.expected_offload(pages, blocks)
@@ -62,13 +71,14 @@ def test_a_copy_of_neighbouring_host_pages_is_right_too() -> None:
         assert (rank.arena.buffer == wanted).all()
 
 
+@every_engine
 @pytest.mark.parametrize("ring", [SMALL_RING, 256 << 20], ids=["small ring", "large ring"])
-def test_offloads_start_after_their_producer_and_loads_end_before_their_consumer(ring: int) -> None:
+def test_offloads_start_after_their_producer_and_loads_end_before_their_consumer(ring: int, engine: str) -> None:
     """A slow kernel writes what is offloaded; a consumer reads what is loaded at once. Hundreds of random rounds."""
-    with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160, staging_bytes=ring) as rank:
+    with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160, staging_bytes=ring, io_backend=engine) as rank:
         rng = random.Random(5)
-        engine = torch.cuda.Stream()
-        stream = rank.platform.wrap_stream(engine.cuda_stream)
+        model = torch.cuda.Stream()
+        stream = rank.platform.wrap_stream(model.cuda_stream)
         keys = rank.tensors["k"]
         for turn in range(150):
             count = rng.choice((1, 3, 12))
@@ -77,7 +87,7 @@ def test_offloads_start_after_their_producer_and_loads_end_before_their_consumer
             value = rng.randrange(256)
             index = torch.tensor(blocks, device="cuda")
             torch.cuda.synchronize()
-            with torch.cuda.stream(engine):
+            with torch.cuda.stream(model):
                 torch.cuda._sleep(rng.choice((100_000, 2_000_000)))
                 for tensor in keys:
                     tensor[index] = value
@@ -96,8 +106,11 @@ def test_offloads_start_after_their_producer_and_loads_end_before_their_consumer
             assert load.result(DEADLINE_S).failed_pages == ()
 
 
-def test_copies_of_both_directions_at_once_share_the_ring() -> None:
-    with GpuRank(BY_NAME["slots, whole pages"], num_blocks=200, host_pages=120, staging_bytes=SMALL_RING) as rank:
+@every_engine
+def test_copies_of_both_directions_at_once_share_the_ring(engine: str) -> None:
+    with GpuRank(
+        BY_NAME["slots, whole pages"], num_blocks=200, host_pages=120, staging_bytes=SMALL_RING, io_backend=engine
+    ) as rank:
         for turn in range(20):
             rng = random.Random(turn)
             pages, blocks = rng.sample(range(120), 80), rng.sample(range(200), 80)
@@ -109,9 +122,10 @@ def test_copies_of_both_directions_at_once_share_the_ring() -> None:
             assert same(loaded, rank.snapshot())
 
 
+@every_engine
 @pytest.mark.parametrize("name", ["blocks of tokens", "slots, whole pages"])
-def test_debug_verify_passes_what_is_right_and_refuses_a_corrupt_page(name: str) -> None:
-    with GpuRank(BY_NAME[name], num_blocks=160, debug_verify=True) as rank:
+def test_debug_verify_passes_what_is_right_and_refuses_a_corrupt_page(name: str, engine: str) -> None:
+    with GpuRank(BY_NAME[name], num_blocks=160, debug_verify=True, io_backend=engine) as rank:
         pages, blocks = picked(rank, 6, 3)
         assert rank.submit(JobKind.OFFLOAD, pages, blocks).result(DEADLINE_S).failed_pages == ()
         elsewhere = picked(rank, 6, 4)[1]
@@ -123,8 +137,9 @@ def test_debug_verify_passes_what_is_right_and_refuses_a_corrupt_page(name: str)
         assert rank.mover.num_mismatches == 1
 
 
-def test_bad_ids_fail_the_job_and_write_nothing() -> None:
-    with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160) as rank:
+@every_engine
+def test_bad_ids_fail_the_job_and_write_nothing(engine: str) -> None:
+    with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160, io_backend=engine) as rank:
         before, arena = rank.snapshot(), rank.arena.buffer.copy()
         pages, blocks = picked(rank, 3, 3)
         for bad in (10**6, blocks[1]):
@@ -139,9 +154,10 @@ def test_a_ring_that_cannot_pass_a_page_is_refused_with_what_to_do() -> None:
         GpuRank(BY_NAME["blocks of tokens"], staging_bytes=64 << 10)
 
 
-def test_graph_capture_on_another_thread_is_not_disturbed() -> None:
+@every_engine
+def test_graph_capture_on_another_thread_is_not_disturbed(engine: str) -> None:
     """Jobs run while torch captures a graph in its default, global mode; the graph replays."""
-    with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160) as rank:
+    with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160, io_backend=engine) as rank:
         pages, blocks = picked(rank, 12, 3)
         values = torch.zeros(1 << 20, device="cuda")
         graph = torch.cuda.CUDAGraph()
@@ -154,18 +170,6 @@ def test_graph_capture_on_another_thread_is_not_disturbed() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert (values == 50).all()
-
-
-@pytest.mark.parametrize("name", ["blocks of tokens", "slots, whole pages", "K wider than V"])
-def test_host_pages_in_page_first_order_pass_as_whole_pages(name: str) -> None:
-    with GpuRank(BY_NAME[name], num_blocks=160, order="page_first") as rank:
-        pages, blocks = picked(rank, 12, 3)
-        wanted = rank.expected_offload(pages, blocks)
-        rank.submit(JobKind.OFFLOAD, pages, blocks).result(DEADLINE_S)
-        assert (rank.arena.buffer == wanted).all()
-        loaded = rank.expected_load(pages, blocks[::-1])
-        rank.submit(JobKind.LOAD, pages, blocks[::-1]).result(DEADLINE_S)
-        assert same(loaded, rank.snapshot())
 
 
 def test_device_memory_comes_back_from_a_thread_that_never_used_the_device() -> None:

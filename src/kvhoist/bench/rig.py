@@ -1,0 +1,149 @@
+"""What the benchmarks of copies stand on: a device cache, pinned host pages, and engines between them."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace, TracebackType
+
+import numpy as np
+
+from kvhoist.copy.engine import Between, CopyEngine, Started
+from kvhoist.copy.engines import EngineMaker
+from kvhoist.copy.plan import CopyPlan
+from kvhoist.copy.reference import BoundPlan
+from kvhoist.device_layout import DeviceCache, read_device_layout
+from kvhoist.errors import KvhoistError
+from kvhoist.geometry import CacheGroup
+from kvhoist.memory.arena import HostArena
+from kvhoist.memory.pinned import PinnedArena, touch_threads
+from kvhoist.platform.base import Event, IdArray, MemoryRegion, Platform, Stream
+
+STAGING_BYTES = 256 << 20
+
+
+class Rig:
+    """`num_pages` pages on a device, layer-first, with an allocation a layer and component or (`one_allocation`) one a
+    component; and as many in pinned host memory, registered in one piece. Half of each, scattered, are meant to be
+    copied. A context manager."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        group: CacheGroup,
+        *,
+        num_pages: int,
+        staging_bytes: int = STAGING_BYTES,
+        one_allocation: bool = False,
+    ) -> None:
+        rng = np.random.default_rng(0)
+        self.platform = platform
+        self.group = group
+        self.cache = _device_cache(platform, group, num_pages, one_allocation=one_allocation)
+        self.arena = HostArena(group, num_pages=num_pages, first_touch_threads=touch_threads(platform))
+        with contextlib.ExitStack() as undo:
+            self.host = undo.enter_context(PinnedArena(self.arena, platform, piece_bytes=self.arena.num_bytes))
+            self._make = undo.enter_context(EngineMaker(platform, self.arena, staging_bytes))
+            self._undo = undo.pop_all()
+        self._engines: list[CopyEngine] = []
+        self.pages = rng.permutation(num_pages).astype(np.int64)
+        self.blocks = rng.permutation(self.cache.num_blocks).astype(np.int64)
+        self._rng = rng
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._engines:
+            self._engines.pop().synchronize()
+        self._undo.close()
+
+    def engine(self, name: str, *, loads: bool, num_groups: int = 1) -> CopyEngine:
+        """Return a copy engine of one direction, ready to start."""
+        ends = (self.cache.layout, self.arena.layout)
+        plan = CopyPlan.make(*(reversed(ends) if loads else ends))
+        between = Between(plan, self.cache.buffers, self.host, self.platform, loads)
+        made = _Reference(between) if name == "reference" else self._make(name, between, num_groups)
+        self._engines.append(made)
+        return made
+
+    def picked(self, num_pages: int) -> tuple[IdArray, IdArray]:
+        """Return scattered host pages and device blocks for a copy of so many pages."""
+        return self.pages[:num_pages], self.blocks[: num_pages * self.group.blocks_per_page]
+
+    def check(self, offload: CopyEngine, load: CopyEngine) -> None:
+        """Load random pages, offload them to other host pages, and compare. Raises KvhoistError for wrong bytes."""
+        half = len(self.pages) // 2
+        pages, blocks = self.picked(half)
+        others = self.pages[half : 2 * half]
+        for page in pages:
+            blob = np.frombuffer(self.arena.page(int(page)), dtype=np.uint8)
+            blob[:] = self._rng.integers(0, 256, len(blob), dtype=np.uint8)
+        load.start(pages, blocks, None).marks[-1][1].wait()
+        offload.start(others, blocks, None).marks[-1][1].wait()
+        pairs = zip(pages.tolist(), others.tolist(), strict=True)
+        wrong = [page for page, other in pairs if bytes(self.arena.page(page)) != bytes(self.arena.page(other))]
+        if wrong:
+            raise KvhoistError("pages came back from the device with other bytes", got=f"host pages {wrong[:8]}")
+
+
+class _Reference:
+    """The numpy engine as one of a device's: done when it has started."""
+
+    def __init__(self, between: Between) -> None:
+        self.between = between
+        self.streams: tuple[Stream, ...] = ()
+        host = (between.host.region,)
+        ends = (host, between.device) if between.loads else (between.device, host)
+        self._bound = BoundPlan(between.plan, *ends)
+
+    def start(self, pages: IdArray, blocks: IdArray, after: Event | None) -> Started:
+        self._bound.copy(*((pages, blocks) if self.between.loads else (blocks, pages)))
+        event = self.between.platform.make_event()
+        return Started([(len(self.between.plan.layers), event)], event)
+
+    def synchronize(self) -> None:
+        return
+
+
+def _device_cache(platform: Platform, group: CacheGroup, num_pages: int, *, one_allocation: bool) -> DeviceCache:
+    """Return a layer-first cache: [blocks, tokens, row bytes] a layer and component."""
+    blocks = num_pages * group.blocks_per_page
+    if one_allocation:
+        whole = {
+            c.name: _DeviceTensor(platform, (len(c.layers), blocks, group.block_tokens, c.row_bytes))
+            for c in group.components
+        }
+        return read_device_layout(group, whole, "layer block token dim")
+    tensors = {
+        c.name: [_DeviceTensor(platform, (blocks, group.block_tokens, c.row_bytes)) for _ in c.layers]
+        for c in group.components
+    }
+    return read_device_layout(group, tensors, "block token dim")
+
+
+class _DeviceTensor:
+    """Device memory as far as `read_device_layout` looks at tensors."""
+
+    dtype = "uint8"
+
+    def __init__(self, platform: Platform, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self._region: MemoryRegion = platform.allocate(int(np.prod(shape)))
+        self.device = SimpleNamespace(type=platform.device.type, index=platform.device.index)
+
+    def data_ptr(self) -> int:
+        return self._region.address
+
+    def nbytes(self) -> int:
+        return self._region.num_bytes
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(int(np.prod(self.shape[i + 1 :])) for i in range(len(self.shape)))
+
+    def element_size(self) -> int:
+        return 1
+
+    def untyped_storage(self) -> _DeviceTensor:
+        return self
