@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvhoist.bench.copy import machine
+from kvhoist.bench.facts import facts
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.staged import StagedCopy, Staging
 from kvhoist.device_layout import DeviceCache, read_device_layout
@@ -81,12 +81,7 @@ def run(device: Device, *, smoke: bool = False, repeats: int = 9) -> dict[str, A
     return {
         "bench": "copy",
         "smoke": smoke,
-        "machine": machine(),
-        "device": {
-            "compute_capability": platform.driver.compute_capability,
-            "multiprocessors": platform.driver.num_multiprocessors,
-            "driver": platform.driver.version,
-        },
+        **facts(device),
         "peak": "one pinned memcpy of the same number of bytes, by events, in the same run",
         "targets": {"below 256 MiB": TARGETS, "from 256 MiB": TARGETS_FROM_256_MIB},
         "staging_bytes": _STAGING_BYTES,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from kvhoist.bench.facts import facts
 from kvhoist.messages import WHOLE, PageKey, StorageKey
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.file import FileStore
@@ -60,9 +60,18 @@ def run(
             _measure_size(Path(scratch), size, max(BATCH_PAGES * size, total_bytes), rounds) for size in page_bytes
         ]
         reindex = _measure_reindex(Path(scratch), num_pages)
-        machine = _machine(Path(scratch))
+        disk = _disk_of(Path(scratch))
     passed = reindex["pass"] and all(size[arm]["pass"] for size in sizes for arm in ("write", "read"))
-    return {"bench": "storage", "machine": machine, "smoke": smoke, "sizes": sizes, "reindex": reindex, "pass": passed}
+    return {
+        "bench": "storage",
+        "smoke": smoke,
+        **facts(),
+        "disk": disk,
+        "caching": "buffered; fdatasync inside of write times; page cache dropped before reads",
+        "sizes": sizes,
+        "reindex": reindex,
+        "pass": passed,
+    }
 
 
 def _measure_size(scratch: Path, page_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
@@ -238,17 +247,11 @@ def _each_file(folder: Path, act: Callable[[int], None]) -> None:
             os.close(fd)
 
 
-def _machine(folder: Path) -> dict[str, Any]:
+def _disk_of(folder: Path) -> str:
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
     device, _, kind = max(inside, key=lambda mount: len(mount[1]))[:3] if inside else ("?", "?", "?")
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "disk": f"{device} ({kind})",
-        "caching": "buffered; fdatasync inside of write times; page cache dropped before reads",
-    }
+    return f"{device} ({kind})"
 
 
 def _demand(holds: bool) -> None:
