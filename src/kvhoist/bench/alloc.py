@@ -39,7 +39,8 @@ def run(device: Device = CPU, *, gib: Sequence[int] = (), smoke: bool = False, r
         raise MissingDependencyError("the other arm is torch's", remedy="Run: pip install torch, or use --device cpu.")
     arms = (OURS, "torch" if on_gpu else "numpy")
     sizes = [_SMOKE_BYTES] if smoke else [n << 30 for n in sorted(set(gib or ((1, 8, 32) if on_gpu else (1,))))]
-    _check_room(sizes[-1])
+    # torch takes a power of two, and nothing would stop it.
+    _check_room(1 << (sizes[-1] - 1).bit_length() if on_gpu else sizes[-1])
     found: dict[tuple[int, str], list[dict[str, Any]]] = {(size, arm): [] for size in sizes for arm in arms}
     for repeat in range(1 if smoke else repeats):
         for size in sizes:
@@ -54,6 +55,7 @@ def run(device: Device = CPU, *, gib: Sequence[int] = (), smoke: bool = False, r
         **facts(),
         **known,
         "arms": arms,
+        "target_ratio": TARGET_RATIO,
         "repeats": 1 if smoke else repeats,
         "results": rows,
         "ratios": ratios,
@@ -100,13 +102,11 @@ def ratio_of(num_bytes: int, ours: dict[str, Any], other: dict[str, Any], *, on_
 
 
 def _check_room(num_bytes: int) -> None:
-    """torch takes a power of two, and there is nothing that would stop it."""
     budget = host_budget()
-    needed = 1 << (num_bytes - 1).bit_length()
-    if needed > budget.available_bytes:
+    if num_bytes > budget.available_bytes:
         raise HostMemoryError(
             "the largest size does not fit in memory",
-            got=format_bytes(needed),
+            got=format_bytes(num_bytes),
             expected=f"at most {format_bytes(budget.available_bytes)}, by {budget.tightest}",
             remedy="Give smaller ones with --gib.",
         )

@@ -17,6 +17,7 @@ from kvhoist.bench.facts import gpu
 from kvhoist.errors import KvhoistError
 from kvhoist.geometry import CacheGeometry
 from kvhoist.memory.arena import HostArena
+from kvhoist.memory.pinned import touch_threads
 from kvhoist.messages import Job, JobKind
 from kvhoist.mover import Mover
 from kvhoist.platform.base import CPU, Device
@@ -54,7 +55,7 @@ def measure(device: Device) -> dict[str, Any]:
     phases.end("open_s")
     cache = device_cache(platform, GROUP, 2 * NUM_PAGES)
     phases.restart()
-    arena = HostArena(GROUP, num_pages=2 * NUM_PAGES)
+    arena = HostArena(GROUP, num_pages=2 * NUM_PAGES, first_touch_threads=touch_threads(platform))
     mover = Mover(GROUP, cache, arena, platform=platform, on_complete=lambda answer: None)
     phases.end("build_s")
     steps = (

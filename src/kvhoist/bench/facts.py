@@ -18,7 +18,7 @@ from kvhoist.platform.base import CPU, Device
 from kvhoist.platform.cuda_driver import CudaDriver
 
 _FOLDERS = re.compile(r"(?<![\w.])(?:~[\w-]*)?/+(?:[^\s/]+/+)*(?=[^\s/])")
-"""The folders of an absolute path, wherever in an argument it begins: `--plot=/tmp/a.png`, `file:/data/kv`."""
+"""The folders of an absolute path, inside of an argument: `--plot=/tmp/a.png`, `file:/data/kv`."""
 
 _DRIVER_RELEASE = re.compile(r"\s(\d{3}\.[\d.]*\d)\s")
 
@@ -79,7 +79,12 @@ def command(argv: Sequence[str] | None = None, module: str | None = None) -> str
     program = ["python", "-m", module.removesuffix(".__main__")] if module else [Path(argv[0]).name]
     if program == ["-c"]:  # a script that calls kvhoist.cli, as scripts/vllm-gpu-acceptance does
         program = ["kvhoist"]
-    return shlex.join([*program, *(_FOLDERS.sub("", argument) for argument in argv[1:])])
+    return shlex.join([*program, *map(_without_folders, argv[1:])])
+
+
+def _without_folders(argument: str) -> str:
+    whole = argument.startswith(("/", "~/"))  # a path alone, which may hold spaces
+    return Path(argument).name or argument if whole else _FOLDERS.sub("", argument)
 
 
 def _lines(path: str) -> list[str]:

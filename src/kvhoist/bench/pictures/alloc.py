@@ -21,7 +21,7 @@ def draw(figure: Any, result: Mapping[str, Any]) -> None:
         left, groups, {arm: [rows[size, arm]["gib_s"] for size in sizes] for arm in (other, ours)}, (OTHER, OURS)
     )
     least = [row["target"] and row["target"] * rows[row["bytes"], other]["gib_s"] for row in result["ratios"]]
-    target_lines(left, spans, least, "target")
+    target_lines(left, spans, least, f"target: {result['target_ratio']:g} x {other}'s")
     left.set_ylabel("GiB/s")
     left.set_title("memory made", fontsize=10)
     legend(left)

@@ -50,6 +50,6 @@ def _shares(
 
 def _targets(axes: Any, targets: Mapping[str, float]) -> None:
     for i, (name, target) in enumerate(targets.items()):
-        label = f"target {target:g} {name}".rstrip()
+        label = f"target {name}".rstrip()  # its number stands at the line's end
         axes.axhline(target, color=TARGET, linestyle=_DASHES[i % len(_DASHES)], linewidth=1.2, label=label)
         axes.annotate(f"{target:g}", (1.003, target), xycoords=("axes fraction", "data"), fontsize=8, va="center")

@@ -17,11 +17,11 @@ def draw(figure: Any, result: Mapping[str, Any]) -> None:
     axes.barh(range(len(judged)), shares, color=OURS, height=0.65)
     for place, (found, share) in enumerate(zip(judged, shares, strict=True)):
         text = f" {found['value']:,.3g} {found['unit']}  (target {found['target']:g})"
-        axes.annotate(text, (share, place), va="center", fontsize=8)
+        axes.annotate(text, (max(share, 1.0) + 0.01, place), va="center", fontsize=8)
     axes.axvline(1.0, color=TARGET, linestyle="dashed", label="target: at most this")
     axes.set_yticks(range(len(judged)), [found["name"].replace("_", " ") for found in judged])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.6 * max(1.0, *shares))
+    axes.set_xlim(0, 1.75 * max(1.0, *shares))
     axes.set_xlabel(f"share of the target ({result['num_pages']:,} pages)")
-    tidy(axes)
+    tidy(axes, values="x")
     axes.legend(frameon=False, loc="lower right")

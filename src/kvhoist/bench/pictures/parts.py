@@ -10,10 +10,10 @@ COLORS = (OURS, THIRD, "#e6ab02", "#a6761d", "#66a61e")
 """One an arm, where none of them is the one to compare with."""
 
 
-def tidy(axes: Any) -> None:
-    """Leave out the lines that frame nothing, and let faint ones guide the eye."""
+def tidy(axes: Any, values: str = "y") -> None:
+    """Leave out the lines that frame nothing, and let faint ones guide the eye along the axis of the values."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
+    axes.grid(axis=values, color="#e5e5e5", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
@@ -43,4 +43,4 @@ def target_lines(axes: Any, spans: Sequence[tuple[float, float]], values: Sequen
 
 def legend(axes: Any) -> None:
     """Draw the legend below the axes, where it hides no value."""
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, fontsize=9)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=9)
