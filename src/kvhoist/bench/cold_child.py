@@ -23,7 +23,7 @@ from kvhoist.mover import Mover
 from kvhoist.platform.base import CPU, Device
 from kvhoist.platform.open import open_platform
 
-GROUP = CacheGeometry.attention(32, k_row_bytes=1024, v_row_bytes=1024, page_tokens=64, blocks_per_page=4).groups[0]
+GROUP = CacheGeometry.attention(16, k_row_bytes=512, v_row_bytes=512, page_tokens=64, blocks_per_page=4).groups[0]
 NUM_PAGES = 8
 
 _DEADLINE_S = 60

@@ -22,7 +22,7 @@ from kvhoist.bench.facts import facts
 from kvhoist.bench.process import memory_bytes, run_fresh
 from kvhoist.control.keys import TokenChain, chain_hashes
 
-_SMOKE_PAGES = 20_000
+_SMOKE_PAGES = 10_000
 _SMALL_PAGES = 10_000
 _MATCHES = 200
 _KEPT_CHAINS = 32
@@ -33,7 +33,7 @@ _OTHER_POLICIES = ("slru", "lfu", "arc")
 def run(num_pages: int = 1_000_000, smoke: bool = False) -> dict[str, Any]:
     """Measure and return plain data: `figures` (each with its target and whether it was reached), facts, `pass`.
 
-    With `smoke` some seconds, at 20,000 pages: to see that it runs. Uses about 0.5 GB at a million pages.
+    With `smoke` some seconds, at 10,000 pages: to see that it runs. Uses about 0.5 GB at a million pages.
     """
     num_pages = min(num_pages, _SMOKE_PAGES) if smoke else num_pages
     figures = _inserts(num_pages)

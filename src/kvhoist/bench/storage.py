@@ -36,6 +36,7 @@ REINDEX_PAGES = 100_000
 
 _PLAIN_BYTES = 16 << 20
 _IN_FLIGHT = 2
+_PAGE_BYTES, _SMOKE_PAGE_BYTES = (1 << 20, 4 << 20), (1 << 18,)
 _NAMESPACE = bytes(32)
 _SMALL_BYTES = 4096
 
@@ -43,18 +44,19 @@ _SMALL_BYTES = 4096
 def run(
     folder: str | os.PathLike[str] | None = None,
     num_pages: int = REINDEX_PAGES,
-    page_bytes: Sequence[int] = (1 << 20, 4 << 20),
+    page_bytes: Sequence[int] = (),
     smoke: bool = False,
 ) -> dict[str, Any]:
     """Measure in a new folder inside of `folder` (default: the temporary folder), which is deleted afterwards.
 
-    Per page size: medians over rounds in GiB/s of `plain` (16 MiB reads and writes of one file), `store` (FileStore
-    alone, one batch after the other) and `pool` (through StorageIO, checksums made and verified, two batches in
-    flight); `ratio` is that of the medians, `ratio_of_best` that of the best rounds, which a machine that others use
-    disturbs less. The arms take turns in random order. `num_pages` pages are re-indexed.
+    Per page size (default: 1 and 4 MiB): medians over rounds in GiB/s of `plain` (16 MiB reads and writes of one file),
+    `store` (FileStore alone, one batch after the other) and `pool` (through StorageIO, checksums made and verified, two
+    batches in flight); `ratio` is that of the medians, `ratio_of_best` that of the best rounds, which a machine that
+    others use disturbs less. The arms take turns in random order. `num_pages` pages are re-indexed.
     """
     rounds, total_bytes = (1, 64 << 20) if smoke else (9, 512 << 20)
     num_pages = min(num_pages, 2000) if smoke else num_pages
+    page_bytes = page_bytes or (_SMOKE_PAGE_BYTES if smoke else _PAGE_BYTES)
     with tempfile.TemporaryDirectory(prefix="kvhoist-bench-", dir=folder) as scratch:
         sizes = [
             _measure_size(Path(scratch), size, max(BATCH_PAGES * size, total_bytes), rounds) for size in page_bytes
