@@ -4,15 +4,19 @@ import json
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.table import Table
 from typer.testing import CliRunner, Result
 
 import kvhoist
+from kvhoist.bench.plot import PICTURES
 from kvhoist.cli import app
+from kvhoist.cli.bench import bench_app
 from kvhoist.cli.doctor import doctor
 from kvhoist.cli.output import table_of, tables_of
 from kvhoist.errors import ConfigError
@@ -113,14 +117,48 @@ def test_doctor_says_when_kvhoist_is_turned_off(monkeypatch: pytest.MonkeyPatch,
     assert "Unset KVHOIST_DISABLE" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["directory", "storage", "copy"])
-def test_every_benchmark_runs_small_and_prints_one_document(name: str, tmp_path: Path) -> None:
+def benches() -> list[str]:
+    """Return every benchmark that draws its result by kvhoist.bench.plot; that of servers draws its own."""
+    group: Any = typer.main.get_command(bench_app)
+    plots = [name for name, one in group.commands.items() if "--plot" in {o for p in one.params for o in p.opts}]
+    return sorted(set(plots) - {"vllm-acceptance"})
+
+
+def test_every_benchmark_has_a_picture() -> None:
+    assert benches() == sorted(PICTURES)
+
+
+@pytest.mark.parametrize("name", benches())
+def test_every_benchmark_runs_small_draws_and_prints_one_document(name: str, tmp_path: Path) -> None:
     more = ["--folder", str(tmp_path)] if name == "storage" else []
-    done = script("bench", name, "--smoke", "--json", *more)
-    assert done.returncode == 0, done.stderr
+    if find_spec("matplotlib"):
+        more += ["--plot", f"{tmp_path}/{name}.svg"]
+    done = run("bench", name, "--smoke", "--json", *more)
+    assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["machine"]
-    assert document["smoke"] is True
+    assert (document["bench"], document["smoke"]) == (name, True)
+    assert document["machine"]["cpu"]
+    assert document["date"].endswith("+00:00")
+    assert str(tmp_path) not in done.stdout
+    if find_spec("matplotlib"):
+        assert (tmp_path / f"{name}.svg").read_text().rstrip().endswith("</svg>")
+
+
+def test_a_benchmarks_document_stands_alone_on_stdout_and_names_its_command(tmp_path: Path) -> None:
+    more = ["--plot", f"{tmp_path}/copy.png"] if find_spec("matplotlib") else []
+    done = script("bench", "copy", "--smoke", "--json", *more)
+    assert done.returncode == 0, done.stderr
+    shown = " --plot copy.png" if more else ""
+    assert json.loads(done.stdout)["command"] == f"kvhoist bench copy --smoke --json{shown}"
+
+
+@pytest.mark.parametrize("name", benches())
+def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(name: str, tmp_path: Path) -> None:
+    result = run("bench", name, "--plot", f"{tmp_path}/picture.bmp")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: --plot is no picture's name; got ")
+    assert "*.png, *.svg" in result.stderr
+    assert "measuring" not in result.stderr
 
 
 def test_a_benchmark_prints_tables() -> None:

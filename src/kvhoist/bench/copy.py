@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvhoist.bench.facts import facts
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.device_layout import DeviceCache, read_device_layout
@@ -75,7 +73,7 @@ def run(smoke: bool = False) -> dict[str, Any]:
     return {
         "bench": "copy",
         "smoke": smoke,
-        "machine": machine(),
+        **facts(),
         "peak": f"numpy copy of the same number of bytes in blocks of at most {_PEAK_BLOCK_BYTES >> 20} MiB",
         "target_share_of_peak": TARGET,
         "results": rows,
@@ -163,20 +161,6 @@ def _filled(*shape: int) -> ByteArray:
     raw = np.ones(num_bytes + _TORCH_ALIGNMENT, np.uint8)
     start = -raw.__array_interface__["data"][0] % _TORCH_ALIGNMENT
     return raw[start : start + num_bytes].reshape(shape)
-
-
-def machine() -> dict[str, Any]:
-    """Return what a measurement's reader needs to know of the machine."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    return {
-        "cpu": model,
-        "cpus": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
 
 
 def main() -> None:

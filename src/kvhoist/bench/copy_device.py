@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvhoist.bench.copy import machine
+from kvhoist.bench.facts import facts
 from kvhoist.bench.rig import STAGING_BYTES, Rig
 from kvhoist.bench.shapes import SMOKE, Shape, table_shapes
 from kvhoist.bench.timing import Arm, Lead, Peak, Times
@@ -61,12 +61,7 @@ def run(
     return {
         "bench": "copy",
         "smoke": smoke,
-        "machine": machine(),
-        "device": {
-            "compute_capability": platform.driver.compute_capability,
-            "multiprocessors": platform.driver.num_multiprocessors,
-            "driver": platform.driver.version,
-        },
+        **facts(device),
         "peak": "one pinned memcpy of the same number of bytes, by events, in the same run",
         "targets": {"below 256 MiB": TARGETS, "from 256 MiB": TARGETS_FROM_256_MIB},
         "staging_bytes": STAGING_BYTES,

@@ -10,21 +10,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvhoist.bench.directory_load import CONVERSATION_PAGES, Chain, Load, Times, new_keys, play
+from kvhoist.bench.facts import facts
+from kvhoist.bench.process import memory_bytes, run_fresh
 from kvhoist.control.keys import TokenChain, chain_hashes
 
-_SMOKE_PAGES = 20_000
+_SMOKE_PAGES = 10_000
 _SMALL_PAGES = 10_000
 _MATCHES = 200
 _KEPT_CHAINS = 32
@@ -33,15 +31,15 @@ _OTHER_POLICIES = ("slru", "lfu", "arc")
 
 
 def run(num_pages: int = 1_000_000, smoke: bool = False) -> dict[str, Any]:
-    """Measure and return plain data: `figures` (each with its target and whether it was reached), `machine`, `pass`.
+    """Measure and return plain data: `figures` (each with its target and whether it was reached), facts, `pass`.
 
-    With `smoke` some seconds, at 20,000 pages: to see that it runs. Uses about 0.5 GB at a million pages.
+    With `smoke` some seconds, at 10,000 pages: to see that it runs. Uses about 0.5 GB at a million pages.
     """
     num_pages = min(num_pages, _SMOKE_PAGES) if smoke else num_pages
     figures = _inserts(num_pages)
     figures += _hashing()
     for load, limit in (("runs", 350), ("agentic", 350), ("branches", 550)):
-        measured = _in_fresh_process(load, num_pages)
+        measured = run_fresh("kvhoist.bench.directory", "--memory", load, "--pages", num_pages)
         worst = max(measured.values())
         figures.append(_figure(f"memory_{load}", worst, "bytes a page", limit, detail=measured))
     for eviction in _OTHER_POLICIES:
@@ -50,9 +48,9 @@ def run(num_pages: int = 1_000_000, smoke: bool = False) -> dict[str, Any]:
         "bench": "directory",
         "num_pages": num_pages,
         "smoke": smoke,
+        **facts(),
         "figures": figures,
         "pass": all(figure["pass"] for figure in figures if figure["pass"] is not None),
-        "machine": _machine(),
     }
 
 
@@ -189,24 +187,16 @@ def _other_policy(eviction: str, num_pages: int) -> dict[str, Any]:
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
-def _in_fresh_process(load: str, num_pages: int) -> dict[str, float]:
-    """Return the bytes of process memory a page, once full and once turned over, measured where nothing else ran."""
-    command = [sys.executable, "-m", "kvhoist.bench.directory", "--memory", load, "--pages", str(num_pages)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    measured: dict[str, float] = json.loads(done.stdout)
-    return measured
-
-
 def _memory(name: str, num_pages: int) -> dict[str, float]:
     load, times = Load(num_pages), _Forgetful()
     gc.collect()
-    before = _resident_bytes()
+    before = memory_bytes()["VmRSS"]
     play(load, name, num_pages, times)
     gc.collect()
-    full = (_resident_bytes() - before) / num_pages
+    full = (memory_bytes()["VmRSS"] - before) / num_pages
     play(load, name, num_pages, times)
     gc.collect()
-    return {"full": full, "turned_over": (_resident_bytes() - before) / num_pages}
+    return {"full": full, "turned_over": (memory_bytes()["VmRSS"] - before) / num_pages}
 
 
 class _Forgetful(Times):
@@ -219,11 +209,6 @@ class _Forgetful(Times):
 class _Last(list[Any]):
     def append(self, value: Any) -> None:
         self[:] = [value]
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS"))
 
 
 # -- frame -------------------------------------------------------------------------------------------------------
@@ -240,15 +225,6 @@ def _seconds(act: Callable[[], object]) -> float:
     begin = time.perf_counter()
     act()
     return time.perf_counter() - begin
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": f"{platform.python_implementation()} {platform.python_version()}",
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg()[0],
-    }
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from kvhoist.bench.copy import machine
+from kvhoist.bench.facts import facts
 from kvhoist.bench.rig import Rig
 from kvhoist.bench.shapes import HEADLINE, SMOKE, Shape
 from kvhoist.bench.timing import Lead, Peak, make_timer
@@ -39,7 +39,7 @@ def run(device: Device, *, smoke: bool = False, repeats: int = 11) -> dict[str, 
     return {
         "bench": "duplex",
         "smoke": smoke,
-        "machine": machine(),
+        **facts(device),
         "peak": "two plain copies of the same numbers of bytes at once, one each way, in the same run",
         "targets": {"share_by_events": TARGET},
         "results": rows,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvhoist.bench.compute import Compute, make_computes
-from kvhoist.bench.copy import machine
+from kvhoist.bench.facts import facts
 from kvhoist.bench.rig import Rig
 from kvhoist.bench.shapes import HEADLINE, SMOKE, Shape
 from kvhoist.bench.timing import Peak
@@ -48,7 +48,7 @@ def run(device: Device, *, smoke: bool = False, repeats: int = 9) -> dict[str, A
     return {
         "bench": "interference",
         "smoke": smoke,
-        "machine": machine(),
+        **facts(device),
         "peak": "one plain copy of the same number of bytes, in the same run, with nothing beside it",
         "targets": {
             "share_of_peak": LINK_TARGET,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 
 import numpy as np
 
+from kvhoist.bench.device_cache import device_cache
 from kvhoist.copy.engine import Between, CopyEngine, Started
 from kvhoist.copy.engines import EngineMaker
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
-from kvhoist.device_layout import DeviceCache, read_device_layout
 from kvhoist.errors import KvhoistError
 from kvhoist.geometry import CacheGroup
 from kvhoist.memory.arena import HostArena
 from kvhoist.memory.pinned import PinnedArena, touch_threads
-from kvhoist.platform.base import Event, IdArray, MemoryRegion, Platform, Stream
+from kvhoist.platform.base import Event, IdArray, Platform, Stream
 
 STAGING_BYTES = 256 << 20
 
@@ -38,7 +38,7 @@ class Rig:
         rng = np.random.default_rng(0)
         self.platform = platform
         self.group = group
-        self.cache = _device_cache(platform, group, num_pages, one_allocation=one_allocation)
+        self.cache = device_cache(platform, group, num_pages, one_allocation=one_allocation)
         self.arena = HostArena(group, num_pages=num_pages, first_touch_threads=touch_threads(platform))
         with contextlib.ExitStack() as undo:
             self.host = undo.enter_context(PinnedArena(self.arena, platform, piece_bytes=self.arena.num_bytes))
@@ -105,45 +105,3 @@ class _Reference:
 
     def synchronize(self) -> None:
         return
-
-
-def _device_cache(platform: Platform, group: CacheGroup, num_pages: int, *, one_allocation: bool) -> DeviceCache:
-    """Return a layer-first cache: [blocks, tokens, row bytes] a layer and component."""
-    blocks = num_pages * group.blocks_per_page
-    if one_allocation:
-        whole = {
-            c.name: _DeviceTensor(platform, (len(c.layers), blocks, group.block_tokens, c.row_bytes))
-            for c in group.components
-        }
-        return read_device_layout(group, whole, "layer block token dim")
-    tensors = {
-        c.name: [_DeviceTensor(platform, (blocks, group.block_tokens, c.row_bytes)) for _ in c.layers]
-        for c in group.components
-    }
-    return read_device_layout(group, tensors, "block token dim")
-
-
-class _DeviceTensor:
-    """Device memory as far as `read_device_layout` looks at tensors."""
-
-    dtype = "uint8"
-
-    def __init__(self, platform: Platform, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self._region: MemoryRegion = platform.allocate(int(np.prod(shape)))
-        self.device = SimpleNamespace(type=platform.device.type, index=platform.device.index)
-
-    def data_ptr(self) -> int:
-        return self._region.address
-
-    def nbytes(self) -> int:
-        return self._region.num_bytes
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(int(np.prod(self.shape[i + 1 :])) for i in range(len(self.shape)))
-
-    def element_size(self) -> int:
-        return 1
-
-    def untyped_storage(self) -> _DeviceTensor:
-        return self

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from kvhoist.bench.facts import facts
 from kvhoist.messages import WHOLE, PageKey, StorageKey
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.file import FileStore
@@ -36,6 +36,7 @@ REINDEX_PAGES = 100_000
 
 _PLAIN_BYTES = 16 << 20
 _IN_FLIGHT = 2
+_PAGE_BYTES, _SMOKE_PAGE_BYTES = (1 << 20, 4 << 20), (1 << 18,)
 _NAMESPACE = bytes(32)
 _SMALL_BYTES = 4096
 
@@ -43,26 +44,36 @@ _SMALL_BYTES = 4096
 def run(
     folder: str | os.PathLike[str] | None = None,
     num_pages: int = REINDEX_PAGES,
-    page_bytes: Sequence[int] = (1 << 20, 4 << 20),
+    page_bytes: Sequence[int] = (),
     smoke: bool = False,
 ) -> dict[str, Any]:
     """Measure in a new folder inside of `folder` (default: the temporary folder), which is deleted afterwards.
 
-    Per page size: medians over rounds in GiB/s of `plain` (16 MiB reads and writes of one file), `store` (FileStore
-    alone, one batch after the other) and `pool` (through StorageIO, checksums made and verified, two batches in
-    flight); `ratio` is that of the medians, `ratio_of_best` that of the best rounds, which a machine that others use
-    disturbs less. The arms take turns in random order. `num_pages` pages are re-indexed.
+    Per page size (default: 1 and 4 MiB): medians over rounds in GiB/s of `plain` (16 MiB reads and writes of one file),
+    `store` (FileStore alone, one batch after the other) and `pool` (through StorageIO, checksums made and verified, two
+    batches in flight); `ratio` is that of the medians, `ratio_of_best` that of the best rounds, which a machine that
+    others use disturbs less. The arms take turns in random order. `num_pages` pages are re-indexed.
     """
     rounds, total_bytes = (1, 64 << 20) if smoke else (9, 512 << 20)
     num_pages = min(num_pages, 2000) if smoke else num_pages
+    page_bytes = page_bytes or (_SMOKE_PAGE_BYTES if smoke else _PAGE_BYTES)
     with tempfile.TemporaryDirectory(prefix="kvhoist-bench-", dir=folder) as scratch:
         sizes = [
             _measure_size(Path(scratch), size, max(BATCH_PAGES * size, total_bytes), rounds) for size in page_bytes
         ]
         reindex = _measure_reindex(Path(scratch), num_pages)
-        machine = _machine(Path(scratch))
+        disk = _disk_of(Path(scratch))
     passed = reindex["pass"] and all(size[arm]["pass"] for size in sizes for arm in ("write", "read"))
-    return {"bench": "storage", "machine": machine, "smoke": smoke, "sizes": sizes, "reindex": reindex, "pass": passed}
+    return {
+        "bench": "storage",
+        "smoke": smoke,
+        **facts(),
+        "disk": disk,
+        "caching": "buffered; fdatasync inside of write times; page cache dropped before reads",
+        "sizes": sizes,
+        "reindex": reindex,
+        "pass": passed,
+    }
 
 
 def _measure_size(scratch: Path, page_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
@@ -238,17 +249,11 @@ def _each_file(folder: Path, act: Callable[[int], None]) -> None:
             os.close(fd)
 
 
-def _machine(folder: Path) -> dict[str, Any]:
+def _disk_of(folder: Path) -> str:
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
     device, _, kind = max(inside, key=lambda mount: len(mount[1]))[:3] if inside else ("?", "?", "?")
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "disk": f"{device} ({kind})",
-        "caching": "buffered; fdatasync inside of write times; page cache dropped before reads",
-    }
+    return f"{device} ({kind})"
 
 
 def _demand(holds: bool) -> None:

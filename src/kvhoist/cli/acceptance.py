@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from kvhoist.cli.output import JsonOption, console, print_json, side_console, table_of
+from kvhoist.bench.plot import check_plot
+from kvhoist.cli.output import JsonOption, PlotOption, console, print_json, side_console, table_of
 from kvhoist.cli.vllm_common import need, tiny_model, told
-from kvhoist.demo.plot import check_plot
 from kvhoist.demo.vllm_trace import ConversationSizes, Trace, conversations, mooncake
 from kvhoist.errors import ConfigError
 from kvhoist.settings import user_path
@@ -54,7 +54,7 @@ def vllm_acceptance(
     native: Annotated[str, typer.Option(help="More settings of vLLM's own offloading, as JSON.")] = "{}",
     server: Annotated[str, typer.Option(help="More arguments of every server, as one text.")] = "",
     logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, as .png, .svg or .pdf.")] = None,
+    plot: PlotOption = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model and trace, on the CPU: does it run?")] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvhoist.bench.plot import check_plot
+from kvhoist.bench.plot import plot as plot_result
 from kvhoist.cli.acceptance import vllm_acceptance
-from kvhoist.cli.output import JsonOption, console, print_json, tables_of, working
+from kvhoist.cli.output import JsonOption, PlotOption, console, print_json, tables_of, working
 from kvhoist.errors import ConfigError
+from kvhoist.platform.base import CPU, Device
 
 bench_app = typer.Typer(
     name="bench", help="Measure this machine: medians, ratios, both arms in one run.", no_args_is_help=True
 )
 
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="A few seconds, to see that it runs; figures mean nothing.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, or a GPU: cuda, cuda:1.")]
 
 
 @bench_app.command()
 def directory(
     pages: Annotated[int, typer.Option(min=1000, help="Pages in the directory.")] = 1_000_000,
+    plot: PlotOption = None,
     smoke: SmokeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Match, pin, insert and evict in a directory of a million pages; hashing beside it."""
     from kvhoist.bench.directory import run
 
-    with working("measuring the directory (some minutes)", as_json=as_json):
+    with _measuring("the directory (some minutes)", plot, as_json):
         result = run(num_pages=pages, smoke=smoke)
-    _show(result, as_json)
+    _show(result, as_json, plot)
 
 
 @bench_app.command()
 def storage(
     folder: Annotated[Path | None, typer.Option(help="On the disk to measure; default: the temporary folder.")] = None,
     pages: Annotated[int, typer.Option(min=1, help="Pages to find again at start.")] = 100_000,
+    plot: PlotOption = None,
     smoke: SmokeOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -44,32 +52,60 @@ def storage(
 
     if folder is not None and not folder.is_dir():
         raise ConfigError("--folder is no folder", got=str(folder), expected="a folder on the disk to measure")
-    with working("measuring storage (some minutes)", as_json=as_json):
+    with _measuring("storage (some minutes)", plot, as_json):
         result = run(folder, num_pages=pages, smoke=smoke)
-    _show(result, as_json)
+    _show(result, as_json, plot)
 
 
 @bench_app.command()
 def copy(
-    device: Annotated[str, typer.Option(help="cpu, or a GPU: cuda, cuda:1.")] = "cpu",
-    smoke: SmokeOption = False,
-    as_json: JsonOption = False,
+    device: DeviceOption = "cpu", plot: PlotOption = None, smoke: SmokeOption = False, as_json: JsonOption = False
 ) -> None:
     """Copy scattered pages between device layouts and host pages, beside one plain copy of as many bytes."""
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ConfigError("--device is no device", got=repr(device), choices=["cpu", "cuda", "cuda:1"])
-    with working("measuring copies", as_json=as_json):
-        if kind == "cpu":
+    place = _device_of(device)
+    with _measuring("copies", plot, as_json):
+        if place.type == CPU.type:
             from kvhoist.bench.copy import run
 
             result = run(smoke=smoke)
         else:
             from kvhoist.bench import copy_device
-            from kvhoist.platform.base import Device
 
-            result = copy_device.run(Device(kind, int(index or 0)), smoke=smoke)
-    _show(result, as_json)
+            result = copy_device.run(place, smoke=smoke)
+    _show(result, as_json, plot)
+
+
+@bench_app.command()
+def alloc(
+    device: DeviceOption = "cpu",
+    gib: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="GiB to make; may be given several times. Default: 1, 8 and 32; on the CPU 1."),
+    ] = None,
+    plot: PlotOption = None,
+    smoke: SmokeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make pinned host memory and give it back, beside torch's; without a GPU, plain memory beside numpy's."""
+    from kvhoist.bench.alloc import run
+
+    place = _device_of(device)
+    with _measuring("host memory (some minutes)", plot, as_json):
+        result = run(place, gib=gib or (), smoke=smoke)
+    _show(result, as_json, plot)
+
+
+@bench_app.command()
+def cold(
+    device: DeviceOption = "cpu", plot: PlotOption = None, smoke: SmokeOption = False, as_json: JsonOption = False
+) -> None:
+    """Time the first transfer of a fresh process, without and with a compiled kernel in the cache folder."""
+    from kvhoist.bench.cold import run
+
+    place = _device_of(device)
+    with _measuring("first transfers", plot, as_json):
+        result = run(place, smoke=smoke)
+    _show(result, as_json, plot)
 
 
 @bench_app.command()
@@ -89,9 +125,27 @@ def vllm(
 bench_app.command()(vllm_acceptance)
 
 
-def _show(result: dict[str, Any], as_json: bool) -> None:
+def _device_of(text: str) -> Device:
+    kind, _, index = text.partition(":")
+    if kind not in (CPU.type, "cuda") or (index and not index.isdigit()):
+        raise ConfigError("--device is no device", got=repr(text), choices=["cpu", "cuda", "cuda:1"])
+    return Device(kind, int(index or 0))
+
+
+@contextmanager
+def _measuring(what: str, plot_path: Path | None, as_json: bool) -> Iterator[None]:
+    """Refuse a picture that cannot be drawn, then show what is being measured."""
+    if plot_path is not None:
+        check_plot(plot_path)
+    with working(f"measuring {what}", as_json=as_json):
+        yield
+
+
+def _show(result: dict[str, Any], as_json: bool, plot_path: Path | None = None) -> None:
     if result["smoke"]:
         result = _without_verdicts(result)
+    if plot_path is not None:
+        plot_result(result, plot_path)
     if as_json:
         print_json(result)
     else:

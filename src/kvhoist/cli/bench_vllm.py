@@ -26,7 +26,7 @@ def measure(*, part: str, model: Path | None, rounds: int, smoke: bool, as_json:
     with told(as_json=as_json) as on_step:
         from kvhoist.demo.vllm_machine import describe
 
-        result["machine"] = describe()
+        result |= describe()
         if part != "scheduler":
             result["throughput"] = _throughput(model, rounds, smoke, on_step)
         if part != "throughput":

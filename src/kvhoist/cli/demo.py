@@ -14,8 +14,9 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from kvhoist.cli.output import JsonOption, console, print_json, progress_bar, side_console
-from kvhoist.demo.plot import check_plot, plot_turns
+from kvhoist.bench.plot import check_plot
+from kvhoist.cli.output import JsonOption, PlotOption, console, print_json, progress_bar, side_console
+from kvhoist.demo.plot import plot_turns
 from kvhoist.errors import ConfigError
 from kvhoist.settings import Settings, user_path
 from kvhoist.units import parse_bytes
@@ -42,7 +43,7 @@ def demo(
     device_tokens: Annotated[int, typer.Option("--device-tokens", min=1, help="The device pool, in tokens.")] = 2560,
     page_tokens: Annotated[int, typer.Option("--page-tokens", min=1, help="Tokens a page.")] = 32,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens an answer.")] = 16,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, as .png, .svg or .pdf.")] = None,
+    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Several long conversations on a device pool too small for them, and one more turn after a restart.

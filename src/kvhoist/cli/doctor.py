@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvhoist
+from kvhoist.bench.facts import cpu_model
 from kvhoist.cli.output import JsonOption, console, print_json
 from kvhoist.errors import ConfigError
 from kvhoist.memory.budget import host_budget, memlock_limit_bytes
@@ -119,12 +120,9 @@ def _version(name: str) -> str | None:
 
 
 def _processor() -> Iterator[Finding]:
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     yield Finding("machine", "system", Status.INFO, platform.platform())
-    yield Finding(
-        "machine", "processor", Status.INFO, f"{model}, {len(os.sched_getaffinity(0))} cores for this process"
-    )
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("machine", "processor", Status.INFO, f"{cpu_model()}, {cores} cores for this process")
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     yield Finding("machine", "NUMA nodes", Status.INFO, str(max(nodes, 1)))
 

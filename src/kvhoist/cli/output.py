@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, as .png, .svg or .pdf.", show_default=False)
+]
 
 _PLAIN_WIDTH = 140
 """Columns where stdout is no terminal: rich would assume 80 and cut tables."""

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvhoist.errors import ConfigError, MissingDependencyError
+from kvhoist.bench.plot import check_plot
 
 if TYPE_CHECKING:
     from kvhoist.demo.session import Turn
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 _SOURCES = (
     ("device", "device_tokens", "#1b9e77"),
     ("host memory", "host_tokens", "#7570b3"),
     ("disk", "disk_tokens", "#e6ab02"),
     ("recomputed", "recomputed_tokens", "#d9d9d9"),
 )
-
-
-def check_plot(path: Path) -> None:
-    """Raise, before minutes of work, what `plot_turns` would raise: ConfigError for a path that cannot be drawn to,
-    MissingDependencyError without matplotlib."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError("the folder of --plot is not there", got=str(folder))
-    if path.suffix.lower() not in _SUFFIXES or path.is_dir():
-        raise ConfigError("--plot is no picture's name", got=repr(str(path)), choices=[f"*{s}" for s in _SUFFIXES])
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependencyError("--plot needs matplotlib", remedy="Run: pip install 'kvhoist[bench]'.")
 
 
 def plot_turns(turns: Sequence[Turn], restarted: Turn, path: Path, title: str) -> None:

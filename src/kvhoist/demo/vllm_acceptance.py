@@ -148,7 +148,7 @@ def _to_document(options: AcceptanceOptions, trace: Trace, results: list[ArmResu
             "storage": options.storage is not None,
             "more": list(options.server),
         },
-        "machine": describe(),
+        **describe(),
         "pass": bool(played) and all(one.played is not None or one.excused for one in results),
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvhoist.demo.plot import check_plot
+from kvhoist.bench.plot import check_plot
 
 _COLORS = {"none": "#bdbdbd", "native": "#7570b3", "kvhoist": "#1b9e77"}
 _NAMES = {"none": "no offloading", "native": "vLLM's native\noffloading", "kvhoist": "kvhoist"}

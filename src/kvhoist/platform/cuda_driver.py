@@ -22,6 +22,7 @@ HOST_REGISTER_PORTABLE = 1
 HOST_REGISTER_DEVICEMAP = 2
 _CAPTURE_RELAXED = 2
 _NOT_READY = 600
+_NAME_BYTES = 256
 _MAX_PITCH, _MULTIPROCESSORS, _MAJOR, _MINOR = 11, 16, 75, 76
 
 
@@ -63,6 +64,7 @@ class CudaDriver:
         self._context = context.value
         self._device = device.value
         self.version = version.value
+        self.name = self._name()
         self.has_batch_copies = hasattr(self.library, "cuMemcpyBatchAsync")
         self.compute_capability = (self._attribute(_MAJOR), self._attribute(_MINOR))
         self.num_multiprocessors = self._attribute(_MULTIPROCESSORS)
@@ -118,6 +120,11 @@ class CudaDriver:
         self.library.cuGetErrorString(code, byref(text))
         return f"{(name.value or b'unknown error').decode()} ({code}): {(text.value or b'').decode()}"
 
+    def _name(self) -> str:
+        text = ctypes.create_string_buffer(_NAME_BYTES)
+        self.check(self.library.cuDeviceGetName(text, _NAME_BYTES, self._device), "asking for the device's name")
+        return text.value.decode(errors="replace")
+
     def _attribute(self, which: int) -> int:
         value = c_int()
         self.check(self.library.cuDeviceGetAttribute(byref(value), which, self._device), "asking for an attribute")
@@ -130,6 +137,7 @@ class CudaDriver:
             "cuCtxPushCurrent_v2": (p,),
             "cuCtxSetCurrent": (p,),
             "cuDevicePrimaryCtxRetain": (p, i),
+            "cuDeviceGetName": (p, i, i),
             "cuEventDestroy_v2": (p,),
             "cuEventQuery": (p,),
             "cuEventRecord": (p, p),
