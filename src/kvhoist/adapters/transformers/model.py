@@ -41,6 +41,7 @@ class CachedModel:
     The pool has `device_tokens` tokens, or as many pages as `device_bytes` hold; `pool_bytes` says what it takes. The
     host tier has `host_bytes`; `store` is None, a URL such as `"file:/var/cache/kv?capacity=8GiB"`, or a Store.
     `weights_id` replaces the fingerprint of the weights; `tenant` keeps users with other names out of these pages.
+    A forward waits for a load layer by layer; without `layerwise` it begins when all of it has arrived.
 
     Thread-safe: forwards run one at a time, and a stream holds nothing between its steps, so that streams may be
     interleaved in one thread or come from several. A batch's prompts are independent of each other.
@@ -62,6 +63,7 @@ class CachedModel:
         cache_config: CacheConfig | None = None,
         weights_id: str | None = None,
         tenant: str = "",
+        layerwise: bool = True,
         checkpoint: Path | None = None,
     ) -> None:
         self.model = model
@@ -92,7 +94,7 @@ class CachedModel:
             config=cache_config or CacheConfig(),
             engine_stream=self.pool.current_stream,
         )
-        self._prefixes = Prefixes(self.cache, self.pool)
+        self._prefixes = Prefixes(self.cache, self.pool, layerwise=layerwise)
         self._compute_lock = threading.Lock()
         self._closed = False
 
@@ -230,8 +232,8 @@ class CachedModel:
         tokens = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if not tokens:
             raise ConfigError("the prompt is empty", expected="at least one token")
-        wrong = next((i for i, token in enumerate(tokens) if not 0 <= token < self._num_embeddings), None)
-        if wrong is not None:
+        if min(tokens) < 0 or max(tokens) >= self._num_embeddings:
+            wrong = next(i for i, token in enumerate(tokens) if not 0 <= token < self._num_embeddings)
             raise TokenError(
                 f"token {wrong} of the prompt is not in the model's vocabulary",
                 got=tokens[wrong],

@@ -55,17 +55,20 @@ class PagedPool:
         rows = rows.narrow(2, part.first_element, part.row_elements)
         return rows.unflatten(2, (part.num_heads, part.head_dim))
 
-    def gather(self, part: CachedPart, layer: int, pages: Sequence[int], out: torch.Tensor) -> None:
-        """Copy `pages`, in their order, into `out` of shape `[heads, len(pages) * page_tokens, head_dim]`."""
-        index = torch.tensor(pages, dtype=torch.long, device=self.shape.device)
-        rows = self._rows(part, layer).index_select(0, index)
+    def index(self, pages: Sequence[int]) -> torch.Tensor:
+        """Return page ids as `gather` and `scatter` take them. On a GPU this waits for the model's stream, as any copy
+        of unpinned memory does: once for all layers, before the forward."""
+        return torch.tensor(pages, dtype=torch.long, device=self.shape.device)
+
+    def gather(self, part: CachedPart, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy the pages of an `index`, in their order, into `out` `[heads, len(pages) * page_tokens, head_dim]`."""
+        rows = self._rows(part, layer).index_select(0, pages)
         out.copy_(rows.flatten(0, 1).transpose(0, 1))
 
-    def scatter(self, part: CachedPart, layer: int, pages: Sequence[int], rows: torch.Tensor) -> None:
-        """Copy `rows` of shape `[heads, len(pages) * page_tokens, head_dim]` into `pages`."""
-        index = torch.tensor(pages, dtype=torch.long, device=self.shape.device)
+    def scatter(self, part: CachedPart, layer: int, pages: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy `rows` of shape `[heads, len(pages) * page_tokens, head_dim]` into the pages of an `index`."""
         paged = rows.transpose(0, 1).unflatten(0, (len(pages), self.page_tokens))
-        self._rows(part, layer).index_copy_(0, index, paged)
+        self._rows(part, layer).index_copy_(0, pages, paged)
 
 
 def _row_elements(parts: Sequence[CachedPart]) -> int:
