@@ -10,6 +10,7 @@ import typer
 from kvhoist.cli.acceptance import vllm_acceptance
 from kvhoist.cli.output import JsonOption, console, print_json, tables_of, working
 from kvhoist.errors import ConfigError
+from kvhoist.platform.base import CPU, Device
 
 bench_app = typer.Typer(
     name="bench", help="Measure this machine: medians, ratios, both arms in one run.", no_args_is_help=True
@@ -56,19 +57,40 @@ def copy(
     as_json: JsonOption = False,
 ) -> None:
     """Copy scattered pages between device layouts and host pages, beside one plain copy of as many bytes."""
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ConfigError("--device is no device", got=repr(device), choices=["cpu", "cuda", "cuda:1"])
+    chosen = _device(device)
     with working("measuring copies", as_json=as_json):
-        if kind == "cpu":
+        if chosen == CPU:
             from kvhoist.bench.copy import run
 
             result = run(smoke=smoke)
         else:
             from kvhoist.bench import copy_device
-            from kvhoist.platform.base import Device
 
-            result = copy_device.run(Device(kind, int(index or 0)), smoke=smoke)
+            result = copy_device.run(chosen, smoke=smoke)
+    _show(result, as_json)
+
+
+@bench_app.command()
+def ttft(
+    device: Annotated[str | None, typer.Option(help="A GPU: cuda (the default), cuda:1; with --smoke the CPU.")] = None,
+    prefix: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of a prefix; may be given again. Default: 4k, 16k, 32k.")
+    ] = None,
+    smoke: SmokeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time to first token of an 8B Llama (random weights) with its prefix in host memory: recomputed, loaded whole,
+    loaded layer by layer under the forward."""
+    from kvhoist.adapters.transformers.loading import quiet_transformers
+
+    chosen = _device(device or ("cpu" if smoke else "cuda"))
+    if chosen == CPU and not smoke:
+        raise ConfigError("an 8B model on the CPU takes hours", got="--device cpu", choices=["cuda", "cpu --smoke"])
+    quiet_transformers()
+    with working("measuring times to first token (a minute or two)", as_json=as_json):
+        from kvhoist.bench.ttft import run
+
+        result = run(chosen, prefixes=prefix or (), smoke=smoke)
     _show(result, as_json)
 
 
@@ -87,6 +109,13 @@ def vllm(
 
 
 bench_app.command()(vllm_acceptance)
+
+
+def _device(text: str) -> Device:
+    kind, _, index = text.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ConfigError("--device is no device", got=repr(text), choices=["cpu", "cuda", "cuda:1"])
+    return CPU if kind == "cpu" else Device(kind, int(index or 0))
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:

@@ -94,7 +94,7 @@ class CachedModel:
             config=cache_config or CacheConfig(),
             engine_stream=self.pool.current_stream,
         )
-        self._prefixes = Prefixes(self.cache, self.pool, layerwise=layerwise)
+        self.prefixes = Prefixes(self.cache, self.pool, layerwise=layerwise)
         self._compute_lock = threading.Lock()
         self._closed = False
 
@@ -226,7 +226,7 @@ class CachedModel:
                 got=", ".join(f"other {topic}" for topic, value in state.items() if value != self._state[topic]),
                 remedy="Undo that, or build a new CachedModel from the model as it is now.",
             )
-        return Run(self.forward, self._prefixes, rows, self.end_tokens, self._compute_lock)
+        return Run(self.forward, self.prefixes, rows, self.end_tokens, self._compute_lock)
 
     def _row(self, prompt: Prompt, sampling: Sampling, salt: bytes) -> Row:
         tokens = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
@@ -251,7 +251,7 @@ class CachedModel:
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     try:
-        return [as_index(token) for token in prompt]
+        return list(map(as_index, prompt))
     except (TypeError, ValueError) as error:
         raise TokenError(
             "the prompt is neither text nor token ids", got=str(error), expected="a str, or one sequence of ints"

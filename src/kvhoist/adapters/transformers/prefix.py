@@ -69,13 +69,13 @@ class Prefix:
 class Prefixes:
     """Looks up, loads and stores the pages of token sequences. Each has a chain, so that a page is hashed once.
 
-    Without `layerwise` a prefix has arrived before the forward begins.
+    Without `layerwise`, which may change from one prefix to the next, a prefix has arrived before the forward begins.
     """
 
     def __init__(self, cache: HierarchicalCache, pool: PagedPool, *, layerwise: bool) -> None:
         self._cache = cache
         self._pool = pool
-        self._layerwise = layerwise
+        self.layerwise = layerwise
 
     def chain(self, salt: bytes) -> TokenChain:
         """Return a new sequence's chain. `salt` separates those who must not share pages."""
@@ -86,7 +86,7 @@ class Prefixes:
         it must be computed for its logits. A load that fails, or is late, leaves a shorter prefix."""
         deadline = time.monotonic() + self._cache.config.acquire_timeout_s
         match = self._cache.match(tokens, chain=chain, max_tokens=len(tokens) - 1)
-        lease = self._cache.acquire(match, layerwise=self._layerwise, for_whom=_name(tokens))
+        lease = self._cache.acquire(match, layerwise=self.layerwise, for_whom=_name(tokens))
         try:
             return Prefix(lease, self._pool, deadline)
         except BaseException:
