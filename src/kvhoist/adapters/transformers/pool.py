@@ -62,8 +62,9 @@ class PagedPool:
 
     def gather(self, part: CachedPart, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
         """Copy the pages of an `index`, in their order, into `out` `[heads, len(pages) * page_tokens, head_dim]`."""
-        rows = self._rows(part, layer).index_select(0, pages)
-        out.copy_(rows.flatten(0, 1).transpose(0, 1))
+        into = out.unflatten(1, (len(pages), self.page_tokens)).permute(1, 2, 0, 3)
+        rows, into = _as_words(self._rows(part, layer), into)
+        torch.index_select(rows, 0, pages, out=into)
 
     def scatter(self, part: CachedPart, layer: int, pages: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy `rows` of shape `[heads, len(pages) * page_tokens, head_dim]` into the pages of an `index`."""
@@ -73,6 +74,15 @@ class PagedPool:
 
 def _row_elements(parts: Sequence[CachedPart]) -> int:
     return max(part.first_element + part.row_elements for part in parts)
+
+
+def _as_words(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return views of 8 bytes an element where all of them can be seen so, else the tensors: a kernel that moves
+    elements by index then moves a quarter as many of them for bf16."""
+    size = 8 // tensors[0].element_size()
+    steps = (step for t in tensors for step in (*t.stride()[:-1], t.storage_offset(), t.shape[-1]))
+    fits = all(step % size == 0 for step in steps) and all(t.stride(-1) == 1 for t in tensors)
+    return [t.view(torch.int64) for t in tensors] if fits else tensors
 
 
 def _check_fits(pool_bytes: int, device: torch.device, num_tokens: int) -> None:
