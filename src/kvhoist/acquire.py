@@ -73,16 +73,13 @@ class Acquisition:
         their way in jobs that were joined). All of them are pinned, or will be when their load is done."""
         return self._arriving if loading else _device_pages(self._ready)
 
-    def finish(self, num_pages: int) -> dict[str, int]:
-        """Count the hit and return how many of the first `num_pages` pages were found in which tier. Pages that storage
+    def finish(self, num_pages: int) -> list[str]:
+        """Count the hit and return the tier in which each of the first `num_pages` pages was found. Pages that storage
         lacks, because it was full or out of order when they came, are persisted again."""
         self._plane.directory.touch(self._ready[:num_pages])
         if self._plane.persists:
             self._plane.persist(self._ready[:num_pages])
-        counts = {str(tier): 0 for tier in Tier}
-        for index in range(num_pages):
-            counts[str(self._found_in.get(index, Tier.HOST))] += 1
-        return counts
+        return [str(self._found_in.get(index, Tier.HOST)) for index in range(num_pages)]
 
     def _drop_failed(self) -> None:
         failed = {

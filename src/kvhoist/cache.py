@@ -171,7 +171,7 @@ class HierarchicalCache(TierMoves):
             with self._lock:
                 self._binding.points.catch_up()
                 pages = way.pages(loading=bool(loads))
-                tokens = {name: n * self.group.page_tokens for name, n in way.finish(len(pages)).items()}
+                tiers = way.finish(len(pages))
                 if self._plane.policy.when is WriteWhen.WRITE_THROUGH_SELECTIVE and pages:
                     self._plane.write(match.space, match.keys, 0, len(pages), for_whom=for_whom)
                 self._plane.write_left_out(match.space, match.keys, len(pages), for_whom=for_whom)
@@ -180,7 +180,7 @@ class HierarchicalCache(TierMoves):
         except BaseException:
             self._release(way.pins)
             raise
-        return Lease(match, pages, tokens, loads, lambda: self._release(way.pins), self._binding.points.stream)
+        return Lease(match, pages, tiers, loads, lambda: self._release(way.pins), self._binding.points.stream)
 
     def reserve(
         self,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from kvhoist.control.directory import Space
+from kvhoist.control.tiers import Tier
 from kvhoist.errors import ClosedError
 from kvhoist.platform.base import Stream
 from kvhoist.transfer import Transfer
@@ -37,22 +39,22 @@ class Lease:
     """Device pages that hold a prefix, pinned until `release` (or the end of the `with` block).
 
     Page `i` of the prefix lies at device page `device_pages[i]`; pages may move elsewhere once the lease is released.
-    `tokens_by_tier` says where they were found: `device`, `host` or `storage`. With a layer-wise lease some pages may
-    still be on the way: call `wait(layer)` before reading that layer.
+    `tiers[i]` says where it was found: `device`, `host` or `storage`. With a layer-wise lease some pages may still be
+    on the way: call `wait(layer)` before reading that layer.
     """
 
     def __init__(
         self,
         match: Match,
         device_pages: Sequence[int],
-        tokens_by_tier: Mapping[str, int],
+        tiers: Sequence[str],
         transfers: Sequence[Transfer],
         release: Callable[[], None],
         engine_stream: Callable[[], Stream | None],
     ) -> None:
         self.match = match
         self.device_pages = list(device_pages)
-        self.tokens_by_tier = dict(tokens_by_tier)
+        self.tiers = list(tiers)
         self.transfers = list(transfers)
         self._release: Callable[[], None] | None = release
         self._engine_stream = engine_stream
@@ -64,6 +66,12 @@ class Lease:
     @property
     def num_tokens(self) -> int:
         return len(self.device_pages) * self.match.page_tokens
+
+    @property
+    def tokens_by_tier(self) -> dict[str, int]:
+        """Tokens of the prefix by the tier in which they were found; every tier is named."""
+        pages = Counter(self.tiers)
+        return {str(tier): pages[str(tier)] * self.match.page_tokens for tier in Tier}
 
     def wait(self, layer: int | None = None, *, timeout_s: float | None = None) -> None:
         """Block until `layer` (or all, with None) of every page is on the device; on a GPU let the engine's stream wait
@@ -80,6 +88,15 @@ class Lease:
         worthless then; TimeoutError."""
         for transfer in self.transfers:
             transfer.wait(timeout_s=timeout_s)
+
+    def keep_arrived(self) -> None:
+        """Shorten the lease to the leading pages that are on the device now, and wait for no other any more: what to do
+        after `wait` or `check` raised, before the rest is recomputed. The pages stay pinned until `release`."""
+        lost = {key for transfer in self.transfers for key in transfer.lost_keys()}
+        keys = self.match.keys[: self.num_pages]
+        num_pages = next((i for i, key in enumerate(keys) if key in lost), len(keys))
+        del self.device_pages[num_pages:], self.tiers[num_pages:]
+        self.transfers = []
 
     def release(self) -> None:
         """Give the pages back to the device tier, where they stay until evicted. Idempotent."""

@@ -46,6 +46,13 @@ class Transfer:
         """This rank's answer, once it is given."""
         return self._completion
 
+    def lost_keys(self) -> tuple[bytes, ...]:
+        """Return the keys of the pages that are not in place: those that failed, or all while the job is under way."""
+        completion = self._completion
+        if completion is None:
+            return self.job.keys
+        return tuple(self.job.keys[page] for page in completion.failed_pages)
+
     def wait(self, layer: int | None = None, *, timeout_s: float | None = None, stream: Stream | None = None) -> None:
         """Block until `layer` (or all, with None) of every page is in place. With `stream` let later work of that
         stream wait instead: then this blocks only until the copy is enqueued, and a page may still fail.

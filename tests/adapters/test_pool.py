@@ -31,9 +31,9 @@ def test_what_is_scattered_is_gathered_and_other_pages_are_untouched(family: str
     before = {name: [t.clone() for t in tensors] for name, tensors in pool.tensors.items()}
     for part in pool.shape.parts:
         rows = torch.randn(part.num_heads, 4 * len(pages), part.head_dim)
-        pool.scatter(part, 1, pages, rows)
+        pool.scatter(part, 1, pool.index(pages), rows)
         back = torch.empty_like(rows)
-        pool.gather(part, 1, pages, back)
+        pool.gather(part, 1, pool.index(pages), back)
         assert torch.equal(back, rows)
     others = [slot for page in range(8) if page not in pages for slot in range(4 * page, 4 * page + 4)]
     for name, tensors in pool.tensors.items():

@@ -16,8 +16,9 @@ from kvhoist.config import CacheConfig
 from kvhoist.control.eviction.lru import LruPolicy
 from kvhoist.control.keys import TokenChain
 from kvhoist.control.tiers import Tier
+from kvhoist.copies import Copied
 from kvhoist.copy.reference import BoundPlan
-from kvhoist.errors import ClosedError, ConfigError, PolicyError
+from kvhoist.errors import ClosedError, ConfigError, PolicyError, TransferError
 from kvhoist.messages import WHOLE, PageKey, StorageKey
 from kvhoist.platform.cpu import CpuEvent
 from kvhoist.storage.io import StorageIO
@@ -151,6 +152,54 @@ def test_a_layerwise_lease_keeps_its_pages_when_the_cache_is_cleared(when, monke
             engine.check(PROMPT, lease)
         assert engine.cache.flush(10)
         assert engine.cache.stats().directory.tiers["device"].free_pages == 12
+
+
+def test_a_layerwise_lease_that_failed_keeps_the_leading_pages_that_arrived(monkeypatch):
+    with TinyEngine(device_pages=24, host_pages=16) as engine:
+        engine.run(PROMPT)
+        assert engine.cache.flush(10)
+        engine.cache.evict("device", 24)
+        copies = engine.cache._binding.mover._copies
+        assert copies is not None
+        gate, load = threading.Event(), copies.load
+
+        def two_pages_fail(job: Any, *rest: Any) -> Any:
+            assert gate.wait(30)
+            finish = load(job, *rest)
+            return (lambda: Copied(0, (2, 3), "planted")) if job.num_pages == 7 else finish
+
+        monkeypatch.setattr(copies, "load", two_pages_fail)
+        with (
+            engine.cache.acquire(engine.cache.match(PROMPT[: 3 * PAGE_TOKENS]), layerwise=True),
+            engine.cache.acquire(engine.cache.match(PROMPT), layerwise=True) as lease,
+        ):
+            gate.set()
+            assert lease.num_pages == 10
+            with pytest.raises(TransferError, match="planted"):
+                lease.check(timeout_s=30)
+            lease.keep_arrived()
+            assert lease.num_pages == 5  # three that another request loads, two of its own
+            assert lease.tokens_by_tier == {"device": 0, "host": 5 * PAGE_TOKENS, "storage": 0}
+            lease.check()
+            engine.check(PROMPT, lease)
+            with engine.cache.reserve(PROMPT, lease=lease) as reservation:
+                assert reservation.page_indices == [5, 6]
+
+
+def test_a_layerwise_lease_gives_up_pages_that_are_still_under_way(monkeypatch):
+    gate = hold_copies(monkeypatch, "device")
+    with TinyEngine(device_pages=24, host_pages=16) as engine:
+        engine.run(PROMPT)
+        assert engine.cache.flush(10)
+        engine.cache.evict("device", 24)
+        with engine.cache.acquire(engine.cache.match(PROMPT), layerwise=True) as lease:
+            with pytest.raises(TimeoutError):
+                lease.check(timeout_s=0.01)
+            lease.keep_arrived()
+            assert (lease.num_pages, lease.transfers) == (0, [])
+            gate.set()
+        assert engine.cache.flush(10)
+        assert engine.cache.evict("device", 24) == 10, "no pin may be left"
 
 
 def test_a_match_of_another_cache_is_refused():

@@ -98,10 +98,7 @@ def _beside(
     found: dict[tuple[str, bool], list[tuple[float, float, float, float]]] = {(a.name, a.loads): [] for a in arms}
     for repeat in range(repeats + 1):  # the first warms up
         for arm in arms:
-            compute.start()
-            alone = compute.seconds()
-            beside, seconds = _window(compute, arm.start)
-            taken = (alone, beside, seconds, peak.once(upwards=arm.loads))
+            taken = (*_alone_and_beside(compute, arm.start), peak.once(upwards=arm.loads))
             found[arm.name, arm.loads] += [taken] if repeat else []
     rows: list[dict[str, Any]] = []
     for (name, loads), times in found.items():
@@ -126,6 +123,21 @@ def _beside(
             }
         )
     return rows
+
+
+def _alone_and_beside(compute: Compute, start: _Start) -> tuple[float, float, float]:
+    """Return the seconds of a window alone, of one beside copies, and of a copy. Windows come in the order alone,
+    beside, beside, alone, after one that is not counted: a device that has worked for a while runs slower."""
+    _alone(compute)
+    alone = _alone(compute)
+    windows = [_window(compute, start) for _ in range(2)]
+    beside, copy = (sum(values) / 2 for values in zip(*windows, strict=True))
+    return (alone + _alone(compute)) / 2, beside, copy
+
+
+def _alone(compute: Compute) -> float:
+    compute.start()
+    return compute.seconds()
 
 
 def _window(compute: Compute, start: _Start) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvhoist.bench.pictures import alloc, cold, copy, directory, storage
+from kvhoist.bench.pictures import alloc, cold, copy, directory, duplex, interference, storage, submit, ttft
 from kvhoist.errors import ConfigError, MissingDependencyError
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -17,7 +17,11 @@ PICTURES: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "cold": cold.draw,
     "copy": copy.draw,
     "directory": directory.draw,
+    "duplex": duplex.draw,
+    "interference": interference.draw,
     "storage": storage.draw,
+    "submit": submit.draw,
+    "ttft": ttft.draw,
 }
 """What draws a result on a matplotlib Figure, by the result's `bench`."""
 

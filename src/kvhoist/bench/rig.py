@@ -8,9 +8,10 @@ from types import TracebackType
 import numpy as np
 
 from kvhoist.bench.device_cache import device_cache
+from kvhoist.copy.choose import choose_engines
 from kvhoist.copy.engine import Between, CopyEngine, Started
 from kvhoist.copy.engines import EngineMaker
-from kvhoist.copy.plan import CopyPlan
+from kvhoist.copy.plan import CopyPlan, EngineChoice
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.errors import KvhoistError
 from kvhoist.geometry import CacheGroup
@@ -37,6 +38,7 @@ class Rig:
     ) -> None:
         rng = np.random.default_rng(0)
         self.platform = platform
+        self._staging_bytes = staging_bytes
         self.group = group
         self.cache = device_cache(platform, group, num_pages, one_allocation=one_allocation)
         self.arena = HostArena(group, num_pages=num_pages, first_touch_threads=touch_threads(platform))
@@ -61,12 +63,22 @@ class Rig:
 
     def engine(self, name: str, *, loads: bool, num_groups: int = 1) -> CopyEngine:
         """Return a copy engine of one direction, ready to start."""
-        ends = (self.cache.layout, self.arena.layout)
-        plan = CopyPlan.make(*(reversed(ends) if loads else ends))
-        between = Between(plan, self.cache.buffers, self.host, self.platform, loads)
+        between = Between(self._plan(loads=loads), self.cache.buffers, self.host, self.platform, loads)
         made = _Reference(between) if name == "reference" else self._make(name, between, num_groups)
         self._engines.append(made)
         return made
+
+    def choice(self, num_pages: int, *, loads: bool) -> EngineChoice:
+        """Return what `auto` chooses for copies of so many pages."""
+        plan = self._plan(loads=loads)
+        choices = choose_engines(
+            plan, self.platform, loads=loads, staging_bytes=self._staging_bytes, device=self.cache.buffers
+        )
+        return plan.with_choices(choices).choice_for(num_pages)
+
+    def _plan(self, *, loads: bool) -> CopyPlan:
+        ends = (self.cache.layout, self.arena.layout)
+        return CopyPlan.make(*(reversed(ends) if loads else ends))
 
     def picked(self, num_pages: int) -> tuple[IdArray, IdArray]:
         """Return scattered host pages and device blocks for a copy of so many pages."""

@@ -109,6 +109,70 @@ def cold(
 
 
 @bench_app.command()
+def duplex(
+    device: DeviceOption = "cpu", plot: PlotOption = None, smoke: SmokeOption = False, as_json: JsonOption = False
+) -> None:
+    """Load and offload at once, beside two plain copies that cross the link at once."""
+    from kvhoist.bench.duplex import run
+
+    place = _device_of(device)
+    with _measuring("both directions at once", plot, as_json):
+        result = run(place, smoke=smoke)
+    _show(result, as_json, plot)
+
+
+@bench_app.command()
+def interference(
+    device: DeviceOption = "cpu", plot: PlotOption = None, smoke: SmokeOption = False, as_json: JsonOption = False
+) -> None:
+    """How much copies slow kernels like a model's, beside what one plain copy costs them. A GPU needs torch."""
+    from kvhoist.bench.interference import run
+
+    place = _device_of(device)
+    with _measuring("copies beside compute (a minute or two)", plot, as_json):
+        result = run(place, smoke=smoke)
+    _show(result, as_json, plot)
+
+
+@bench_app.command()
+def submit(
+    device: DeviceOption = "cpu", plot: PlotOption = None, smoke: SmokeOption = False, as_json: JsonOption = False
+) -> None:
+    """CPU time to begin copies of 64 pages, by every engine and by what is chosen."""
+    from kvhoist.bench.submit import run
+
+    place = _device_of(device)
+    with _measuring("submitting", plot, as_json):
+        result = run(place, smoke=smoke)
+    _show(result, as_json, plot)
+
+
+@bench_app.command()
+def ttft(
+    device: Annotated[str | None, typer.Option(help="A GPU: cuda (the default), cuda:1; with --smoke the CPU.")] = None,
+    prefix: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of a prefix; may be given again. Default: 4k, 16k, 32k.")
+    ] = None,
+    plot: PlotOption = None,
+    smoke: SmokeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time to first token of an 8B Llama (random weights) with its prefix in host memory: recomputed, loaded whole,
+    loaded layer by layer under the forward."""
+    from kvhoist.adapters.transformers.loading import quiet_transformers
+
+    place = _device_of(device or ("cpu" if smoke else "cuda"))
+    if place == CPU and not smoke:
+        raise ConfigError("an 8B model on the CPU takes hours", got="--device cpu", choices=["cuda", "cpu --smoke"])
+    quiet_transformers()
+    with _measuring("times to first token (a minute or two)", plot, as_json):
+        from kvhoist.bench.ttft import run
+
+        result = run(place, prefixes=prefix or (), smoke=smoke)
+    _show(result, as_json, plot)
+
+
+@bench_app.command()
 def vllm(
     part: Annotated[str, typer.Option(help="throughput, scheduler, or all.")] = "all",
     model: Annotated[Path | None, typer.Option(help="Model folder; default: the packaged SmolLM2.")] = None,

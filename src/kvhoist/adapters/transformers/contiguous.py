@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ class ContiguousLayer(DynamicLayer):
     """A `DynamicLayer` whose `keys` and `values` are the first tokens of larger buffers.
 
     The stock layer concatenates: it copies the whole prefix for every generated token. Values are the same to the bit.
+    A prefix may be filled in late: by what `fill_late` was given, when the model first comes to this layer.
     """
 
     def __init__(self, shape: CacheShape, batch: int, capacity_tokens: int) -> None:
@@ -29,12 +31,24 @@ class ContiguousLayer(DynamicLayer):
         }
         self.dtype, self.device = shape.dtype, shape.device
         self.is_initialized = True
+        self._late: Callable[[], None] | None = None
         self.set_length(0)
 
     def set_length(self, num_tokens: int) -> None:
         """Declare the first `num_tokens` tokens of the buffers to be the cache."""
         self.keys = self.buffers["keys"][:, :, :num_tokens]
         self.values = self.buffers["values"][:, :, :num_tokens]
+
+    def fill_late(self, fill: Callable[[], None]) -> None:
+        """Have `fill` write the cache's tokens into the buffers before they are first read, or at `fill_now`. What it
+        raises comes out of the model's forward."""
+        self._late = fill
+
+    def fill_now(self) -> None:
+        """Fill in what the model did not ask for. Idempotent."""
+        fill, self._late = self._late, None
+        if fill is not None:
+            fill()
 
     def clear(self, row: int, num_tokens: int) -> None:
         """Zero the first `num_tokens` tokens of a row: a weight of 0 does not mask the NaN that memory may hold."""
@@ -44,6 +58,7 @@ class ContiguousLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.fill_now()
         start = self.keys.shape[2]
         stop = start + key_states.shape[2]
         if stop > self.buffers["keys"].shape[2]:

@@ -9,7 +9,7 @@ move the last bits but are accidents of a run, not of a model, and are left out:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ def weights_fingerprint(model: Any, checkpoint: Path | None) -> str:
     if checkpoint is not None:
         return fingerprint_checkpoint(checkpoint)
     tensors = fingerprint_tensors({**model.state_dict(), **dict(model.named_buffers())})
-    modules = [(name, type(module).__qualname__, _hooks_of(module)) for name, module in model.named_modules()]
-    described = json.dumps([modules, _foreign_modules(model)], sort_keys=True)
+    named = list(model.named_modules())
+    modules = [(name, type(module).__qualname__, _hooks_of(module)) for name, module in named]
+    described = json.dumps([modules, _foreign_modules(named)], sort_keys=True)
     return f"{tensors}/modules:{sha256(described.encode()).hexdigest()}"
 
 
@@ -43,11 +44,14 @@ def model_state(model: Any) -> dict[str, object]:
     What it cannot see is a write past autograd's bookkeeping (`weight.data.mul_()`).
     """
     device_type = next(model.parameters()).device.type
-    tensors = (*model.parameters(), *model.buffers())
+    named = list(model.named_modules())  # once: walking the modules of a large model takes longer than looking at them
+    modules = [module for _, module in named]
+    holders = (holder for module in modules for holder in (module._parameters, module._buffers))
+    tensors = (tensor for holder in holders for tensor in holder.values() if tensor is not None)
     return {
         "weights": [(t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype) for t in tensors],
-        "modules": (json.dumps(_foreign_modules(model)), [_hooks_of(module) for module in model.modules()]),
-        "training mode": [module.training for module in model.modules()],
+        "modules": (json.dumps(_foreign_modules(named)), [_hooks_of(module) for module in modules]),
+        "training mode": [module.training for module in modules],
         "attention implementation": model.config._attn_implementation,
         "autocast": torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
     }
@@ -56,22 +60,19 @@ def model_state(model: Any) -> dict[str, object]:
 _LIBRARIES = ("torch", "transformers", "transformers_modules")
 
 
-def _foreign_modules(model: Any) -> list[tuple[str, dict[str, Any]]]:
+def _foreign_modules(named: Sequence[tuple[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Return the plain attributes of those modules that neither torch nor the model's code made: adapters and the like,
     whose scaling, rank or choice of an adapter decide what they compute."""
     return [
         (name, {key: value for key, value in vars(module).items() if _is_plain(value)})
-        for name, module in model.named_modules()
+        for name, module in named
         if type(module).__module__.partition(".")[0] not in _LIBRARIES
     ]
 
 
 def _hooks_of(module: Any) -> list[str]:
-    def names() -> Iterator[str]:
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            yield getattr(hook, "__qualname__", type(hook).__qualname__)
-
-    return list(names())
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
 
 
 def _is_plain(value: object) -> bool:

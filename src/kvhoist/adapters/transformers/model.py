@@ -41,6 +41,7 @@ class CachedModel:
     The pool has `device_tokens` tokens, or as many pages as `device_bytes` hold; `pool_bytes` says what it takes. The
     host tier has `host_bytes`; `store` is None, a URL such as `"file:/var/cache/kv?capacity=8GiB"`, or a Store.
     `weights_id` replaces the fingerprint of the weights; `tenant` keeps users with other names out of these pages.
+    A forward waits for a load layer by layer; without `layerwise` it begins when all of it has arrived.
 
     Thread-safe: forwards run one at a time, and a stream holds nothing between its steps, so that streams may be
     interleaved in one thread or come from several. A batch's prompts are independent of each other.
@@ -62,6 +63,7 @@ class CachedModel:
         cache_config: CacheConfig | None = None,
         weights_id: str | None = None,
         tenant: str = "",
+        layerwise: bool = True,
         checkpoint: Path | None = None,
     ) -> None:
         self.model = model
@@ -92,7 +94,7 @@ class CachedModel:
             config=cache_config or CacheConfig(),
             engine_stream=self.pool.current_stream,
         )
-        self._prefixes = Prefixes(self.cache, self.pool)
+        self.prefixes = Prefixes(self.cache, self.pool, layerwise=layerwise)
         self._compute_lock = threading.Lock()
         self._closed = False
 
@@ -224,14 +226,14 @@ class CachedModel:
                 got=", ".join(f"other {topic}" for topic, value in state.items() if value != self._state[topic]),
                 remedy="Undo that, or build a new CachedModel from the model as it is now.",
             )
-        return Run(self.forward, self._prefixes, rows, self.end_tokens, self._compute_lock)
+        return Run(self.forward, self.prefixes, rows, self.end_tokens, self._compute_lock)
 
     def _row(self, prompt: Prompt, sampling: Sampling, salt: bytes) -> Row:
         tokens = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if not tokens:
             raise ConfigError("the prompt is empty", expected="at least one token")
-        wrong = next((i for i, token in enumerate(tokens) if not 0 <= token < self._num_embeddings), None)
-        if wrong is not None:
+        if min(tokens) < 0 or max(tokens) >= self._num_embeddings:
+            wrong = next(i for i, token in enumerate(tokens) if not 0 <= token < self._num_embeddings)
             raise TokenError(
                 f"token {wrong} of the prompt is not in the model's vocabulary",
                 got=tokens[wrong],
@@ -249,7 +251,7 @@ class CachedModel:
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     try:
-        return [as_index(token) for token in prompt]
+        return list(map(as_index, prompt))
     except (TypeError, ValueError) as error:
         raise TokenError(
             "the prompt is neither text nor token ids", got=str(error), expected="a str, or one sequence of ints"

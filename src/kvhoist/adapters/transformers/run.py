@@ -10,20 +10,24 @@ that a single prompt is computed exactly as the model would by itself.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 
 from kvhoist.adapters.transformers.contiguous import contiguous_cache
-from kvhoist.adapters.transformers.prefix import Prefixes
+from kvhoist.adapters.transformers.prefix import Prefix, Prefixes
 from kvhoist.adapters.transformers.report import GenerationReport
 from kvhoist.adapters.transformers.sampling import Sampler, Sampling
 from kvhoist.adapters.transformers.shape import CacheShape, cache_keyword
 from kvhoist.control.keys import TokenChain
-from kvhoist.lease import Lease
+from kvhoist.errors import TransferError
+
+_log = logging.getLogger(__name__)
 
 _SPARE_TOKENS = 256  # room for generated tokens that is set aside at first
 
@@ -64,11 +68,9 @@ class Row:
         self.salt = salt
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
-        self.lease: Lease | None = None
+        self.prefix: Prefix | None = None
         self.chain: TokenChain | None = None
-        self.num_cached = 0
-        self.num_computed = 0  # tokens whose KV stands in the contiguous cache
-        self.tokens_by_tier: dict[str, int] = {}
+        self.num_computed = 0  # tokens whose KV stands in the contiguous cache, none of them over a prefix that failed
         self.num_stored = 0
         self.stored_pages = 0
         self.first_token_at = self.last_token_at = 0.0
@@ -77,11 +79,13 @@ class Row:
     def computed(self) -> list[int]:
         return (self.prompt + self.tokens)[: self.num_computed]
 
+    @property
+    def num_cached(self) -> int:
+        return 0 if self.prefix is None else self.prefix.lease.num_tokens
+
     def acquire(self, prefixes: Prefixes) -> None:
         self.chain = prefixes.chain(self.salt)
-        self.lease = prefixes.acquire(self.prompt, self.chain)
-        self.num_cached = self.lease.num_tokens
-        self.tokens_by_tier = dict(self.lease.tokens_by_tier)
+        self.prefix = prefixes.acquire(self.prompt, self.chain)
 
     def take(self, token: int, end_tokens: Collection[int]) -> None:
         """Add the next token and see whether it is the last one."""
@@ -96,13 +100,14 @@ class Row:
             self.finish_reason = "length"
 
     def report(self, started_at: float) -> GenerationReport:
+        tokens = {} if self.prefix is None else self.prefix.lease.tokens_by_tier
         after_first = len(self.tokens) - 1
         seconds = self.last_token_at - self.first_token_at
         return GenerationReport(
             prompt_tokens=len(self.prompt),
-            device_tokens=self.tokens_by_tier.get("device", 0),
-            host_tokens=self.tokens_by_tier.get("host", 0),
-            storage_tokens=self.tokens_by_tier.get("storage", 0),
+            device_tokens=tokens.get("device", 0),
+            host_tokens=tokens.get("host", 0),
+            storage_tokens=tokens.get("storage", 0),
             recomputed_tokens=len(self.prompt) - self.num_cached,
             new_tokens=len(self.tokens),
             stored_pages=self.stored_pages,
@@ -145,25 +150,52 @@ class Run:
             finally:
                 for row in self.rows:
                     row.finish_reason = row.finish_reason or "cancelled"
-                    if row.lease is not None:
-                        row.lease.release()
+                    if row.prefix is not None:
+                        row.prefix.lease.release()
                 self._cache = None  # a caller who keeps the ended stream keeps no KV by it
 
     def _prefill(self) -> torch.Tensor:
         for row in self.rows:
             row.acquire(self._prefixes)
+        try:
+            return self._compute_prompts()
+        except TransferError as error:
+            _log.warning("a prefix did not arrive, and what it lacks is recomputed: %s", error)
+            self._cache = self._mask = None
+            for row in self.rows:
+                if row.prefix is not None:
+                    row.prefix.keep_arrived()
+        return self._compute_prompts()  # with no load under way any more: nothing can fail for that reason again
+
+    def _compute_prompts(self) -> torch.Tensor:
+        """Return the prompts' logits. A layer of a prefix is waited for when the model comes to it. Raises
+        TransferError where one failed: then nothing that was computed counts."""
         num_columns = max(row.num_cached for row in self.rows)
         width = max(len(row.prompt) - row.num_cached for row in self.rows)
         room = num_columns + width + min(_SPARE_TOKENS, max(row.sampling.max_new_tokens for row in self.rows))
         self._cache = contiguous_cache(self._forward.model, self._forward.shape, len(self.rows), room)
-        for index, row in enumerate(self.rows):
-            for layer in self._cache.layers:
-                layer.clear(index, num_columns - row.num_cached)
-            if row.lease is not None and row.num_cached:
-                self._prefixes.fill(row.lease, self._cache, index, num_columns - row.num_cached)
-        for layer in self._cache.layers:
+        for number, layer in enumerate(self._cache.layers):
             layer.set_length(num_columns)
-        return self._compute_suffixes(num_columns, width)
+            layer.fill_late(partial(self._fill, number, num_columns))
+        logits = self._compute_suffixes(num_columns, width)
+        for layer in self._cache.layers:
+            layer.fill_now()
+        for row in self.rows:
+            if row.prefix is not None:
+                row.prefix.check()
+        self._prompt_end = num_columns + width
+        for row in self.rows:
+            row.num_computed = len(row.prompt)
+        return logits
+
+    def _fill(self, layer: int, num_columns: int) -> None:
+        """Write the prefixes of all rows, and the padding before them, into one layer."""
+        for index, row in enumerate(self.rows):
+            column = num_columns - row.num_cached
+            if column:
+                self._cache.layers[layer].clear(index, column)
+            if row.prefix is not None and row.num_cached:
+                row.prefix.fill(layer, self._cache, index, column)
 
     def _compute_suffixes(self, num_columns: int, width: int) -> torch.Tensor:
         suffixes = [row.prompt[row.num_cached :] for row in self.rows]
@@ -180,11 +212,7 @@ class Run:
                 ]
             )
             positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, num_columns:]
-        logits = self._forward(tokens, self._cache, positions, self._mask)
-        self._prompt_end = num_columns + width
-        for row in self.rows:
-            row.num_computed = len(row.prompt)
-        return logits
+        return self._forward(tokens, self._cache, positions, self._mask)
 
     def _advance(self) -> torch.Tensor:
         """Compute the last chosen tokens. Finished rows ride along with their last token, unread."""
@@ -210,10 +238,11 @@ class Run:
     def _store(self) -> None:
         """Keep every row's whole pages as far as they were computed."""
         for index, row in enumerate(self.rows):
-            if row.lease is None or row.chain is None or row.num_computed == row.num_stored:
+            if row.prefix is None or row.chain is None or row.num_computed == row.num_stored:
                 continue
             column = self._prompt_end - len(row.prompt)
-            row.stored_pages += self._prefixes.store(row.computed, row.lease, row.chain, self._cache, index, column)
+            lease = row.prefix.lease
+            row.stored_pages += self._prefixes.store(row.computed, lease, row.chain, self._cache, index, column)
             row.num_stored = row.num_computed
 
     def _tensor(self, values: list[list[int]]) -> torch.Tensor:

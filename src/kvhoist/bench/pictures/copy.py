@@ -12,10 +12,12 @@ _CLOCKS = {"events": "share of the link's peak,\nby events", "wall": "share of t
 
 
 def draw(figure: Any, result: Mapping[str, Any]) -> None:
-    """Draw a result of `kvhoist.bench.copy`, or, where it has a GPU, of `kvhoist.bench.copy_device`."""
+    """Draw a result of `kvhoist.bench.copy`, or, where it has a GPU, what `auto` chooses of one of
+    `kvhoist.bench.copy_device`."""
     rows = result["results"]
     if "device" in result:
-        rows = sorted(rows, key=lambda row: row["mib"])
+        most = max(row["pages"] for row in rows)
+        rows = sorted((row for row in rows if row["chosen"] and row["pages"] == most), key=lambda row: row["mib"])
         panels = {label: f"share_by_{clock}" for clock, label in _CLOCKS.items()}
         targets = [{name: bars[clock] for name, bars in result["targets"].items()} for clock in _CLOCKS]
         names, arm = [f"{row['shape']}, {row['mib']:,} MiB" for row in rows], "arm"
