@@ -28,7 +28,7 @@ class CacheConfig:
     history_pages: how many evicted or failed pages `explain` remembers.
     io_backend: `auto`, or a copy engine by name.
     staging_bytes: device memory that copies on a GPU pass through, beside the engine's own tensors; less is taken where
-        the host tier is small. A page must fit into a quarter of it.
+        the host tier is small. Half of it is for loads, half for offloads, and a page must fit into a third of a half.
     debug_verify: compare each loaded page with what was offloaded (slow).
     store_secret: signs pages in storage with a keyed BLAKE2b; pages written without it are refused. None takes the
         environment's (KVHOIST_STORE_SECRET), if there is one.

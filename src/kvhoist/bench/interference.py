@@ -38,7 +38,7 @@ class _Arm(NamedTuple):
     start: _Start
 
 
-def run(device: Device, *, smoke: bool = False, repeats: int = 9) -> dict[str, Any]:
+def run(device: Device, *, smoke: bool = False, repeats: int = 5) -> dict[str, Any]:
     """Measure on `device` and return plain data. Raises ConfigError where there is no such device."""
     platform = open_platform(device)
     platform.enter_thread()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kvhoist.copy.plan import CopyPlan, EngineChoice
 from kvhoist.copy.relayout import WORDS
 from kvhoist.copy.ring import CHUNKS
+from kvhoist.copy.staged import RINGS
 from kvhoist.errors import ConfigError
 from kvhoist.layout import HostOrder
 from kvhoist.platform.base import MemoryRegion, Platform
@@ -19,10 +20,15 @@ _log = logging.getLogger(__name__)
 AUTO = "auto"
 ENGINES = ("reference", "staged", "dma", "mapped")
 
-MAPPED_BELOW_BYTES = 1 << 20
-DMA_FROM_RUN_BYTES = 1 << 60
+MAPPED_BELOW_BYTES = 16 << 20
+"""Loads of fewer bytes go through `mapped`: on an H200 it ends before `staged` there, by the wall clock, and takes the
+CPU a quarter of the time (docs/results/h200, copy). Offloads never do: nobody waits for them, and their stores slow a
+decode-like stream by half while they run (interference)."""
+
 LOAD_GROUPS = 4
-GROUP_BYTES = 8 << 20
+GROUP_BYTES = 16 << 20
+"""Loads arrive in so many groups of layers where a group has so many bytes: below, the copies that groups add cost more
+than 2 % (copy)."""
 
 
 def choose_engines(
@@ -55,28 +61,29 @@ def choose_engines(
     elif len(offered) == 1:
         engines = [(1, offered[0], f"auto: the only engine of the {platform.name} platform")]
     else:
-        engines = _fastest(plan, staging_bytes, device)
+        engines = _fastest(plan, staging_bytes, device, loads=loads)
     choices = _with_groups(plan, engines, loads=loads)
     for choice in choices:
         _log.info("%s -> %s: %s", plan.src.name, plan.dst.name, choice)
     return choices
 
 
-def _fastest(plan: CopyPlan, staging_bytes: int, device: Sequence[MemoryRegion]) -> list[tuple[int, str, str]]:
+def _fastest(
+    plan: CopyPlan, staging_bytes: int, device: Sequence[MemoryRegion], *, loads: bool
+) -> list[tuple[int, str, str]]:
     """Return (from how many pages on, engine, why)."""
     alignment = math.gcd(plan.alignment_bytes, *(region.address for region in device))
-    runs = f"runs of {format_bytes(plan.min_run_bytes)} or more"
     if alignment % WORDS[-1]:
         return [(1, "dma", f"auto: kernels move multiples of {WORDS[-1]} B, these rows are aligned to {alignment} B")]
-    found = [(1, "mapped", f"auto: below {format_bytes(MAPPED_BELOW_BYTES)}")]
-    many = -(-MAPPED_BELOW_BYTES // plan.page_bytes)
-    if plan.min_run_bytes >= DMA_FROM_RUN_BYTES:
-        found.append((many, "dma", f"auto: {runs}"))
-    elif plan.src.group.page_pitch_bytes * CHUNKS > staging_bytes:
-        found.append((many, "dma", f"auto: a page does not fit into a quarter of {format_bytes(staging_bytes)}"))
+    most = staging_bytes // RINGS // CHUNKS
+    if plan.src.group.page_pitch_bytes > most:
+        many = ("dma", f"auto: a page does not fit into a sixth of {format_bytes(staging_bytes)} of staging memory")
     else:
-        found.append((many, "staged", f"auto: {runs}"))
-    return found if many > 1 else found[1:]
+        many = ("staged", f"auto: whole pages cross the link, whatever their runs of {plan.min_run_bytes} B are")
+    from_pages = -(-MAPPED_BELOW_BYTES // plan.page_bytes)
+    if not loads or from_pages < 2:
+        return [(1, *many)]
+    return [(1, "mapped", f"auto: loads below {format_bytes(MAPPED_BELOW_BYTES)}"), (from_pages, *many)]
 
 
 def _with_groups(plan: CopyPlan, engines: list[tuple[int, str, str]], *, loads: bool) -> tuple[EngineChoice, ...]:

@@ -16,15 +16,15 @@ from kvhoist.platform.base import Platform
 
 
 class EngineMaker:
-    """One staging ring, and one set of kernels, for all engines that it makes. A context manager: nothing may be under
-    way at its end."""
+    """One staging ring a direction, and one set of kernels, for all engines that it makes. A context manager: nothing
+    may be under way at its end."""
 
     def __init__(self, platform: Platform, arena: HostArena, staging_bytes: int) -> None:
         self._platform = platform
         self._arena = arena
         self._staging_bytes = staging_bytes
         self._kernels: DeviceKernels | None = None
-        self._ring: StagingRing | None = None
+        self._rings: dict[bool, StagingRing] = {}
         self._undo = contextlib.ExitStack()
 
     def __call__(self, engine: str, between: Between, num_groups: int) -> CopyEngine:
@@ -37,9 +37,9 @@ class EngineMaker:
         if engine == "mapped":
             quota = self._platform.capabilities.block_quota
             return MappedCopy(between, self._kernels, block_quota=quota, num_groups=num_groups)
-        if self._ring is None:
-            self._ring = make_ring(self._platform, self._arena, self._staging_bytes)
-        return StagedCopy(between, self._kernels, self._ring, num_groups=num_groups)
+        if between.loads not in self._rings:
+            self._rings[between.loads] = make_ring(self._platform, self._arena, self._staging_bytes)
+        return StagedCopy(between, self._kernels, self._rings[between.loads], num_groups=num_groups)
 
     def __enter__(self) -> EngineMaker:
         return self

@@ -9,8 +9,8 @@ from kvhoist.errors import ConfigError
 from kvhoist.platform.base import Event, MemoryRegion, Platform, Stream
 from kvhoist.units import format_bytes
 
-CHUNKS = 4
-"""The ring holds so many of the largest chunks: one is filled, one is emptied, and two let either side be late."""
+CHUNKS = 3
+"""A ring holds so many of the largest chunks: one is filled, one is emptied, and one lets either side be late."""
 
 
 class Chunk:
@@ -26,7 +26,7 @@ class Chunk:
 
 
 class StagingRing:
-    """Pieces of one region, taken in turn by all transfers of both directions:
+    """Pieces of one region, taken in turn by all transfers of one direction:
 
         with ring:
             chunk = ring.take(num_bytes, first_stream)
@@ -65,7 +65,7 @@ class StagingRing:
             raise ConfigError(
                 "more than the staging ring passes at once",
                 got=format_bytes(num_bytes),
-                expected=f"at most {format_bytes(self.max_chunk_bytes)}, a quarter of it",
+                expected=f"at most {format_bytes(self.max_chunk_bytes)}, a third of it",
                 remedy="Raise staging_bytes, or use smaller pages.",
             )
         start = self._head

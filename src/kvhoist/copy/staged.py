@@ -29,10 +29,15 @@ _BLOCKS_PER_MULTIPROCESSOR = 2
 """Enough for 2.5 TB/s on an H200, and short-lived beside other kernels."""
 
 
+RINGS = 2
+"""One a direction: in a shared one a load would wait until the offloads that came before it are almost through, and
+the other way round, for chunks are taken in order."""
+
+
 def make_ring(platform: Platform, arena: HostArena, staging_bytes: int) -> StagingRing:
-    """Return a ring of up to `staging_bytes` of device memory, less where the arena is small. Raises DeviceError for
-    what the device does not have."""
-    num_bytes = min(staging_bytes, CHUNKS * arena.num_bytes)
+    """Return one of the rings that share up to `staging_bytes` of device memory, less where the arena is small. Raises
+    DeviceError for what the device does not have."""
+    num_bytes = min(staging_bytes // RINGS, CHUNKS * arena.num_bytes)
     try:
         region = platform.allocate(num_bytes)
     except DeviceError as error:
@@ -174,7 +179,7 @@ class StagedCopy:
             raise ConfigError(
                 "a page is larger than what the staging ring passes at once",
                 got=format_bytes(pitch),
-                expected=f"at most {format_bytes(self._ring.max_chunk_bytes)}, a quarter of it",
+                expected=f"at most {format_bytes(self._ring.max_chunk_bytes)}, a sixth of staging_bytes",
                 remedy="Raise staging_bytes, or use smaller pages.",
             )
         nests = [self._placed(nest, first, pitch) for nest in plan.nests]

@@ -15,9 +15,7 @@ def draw(figure: Any, result: Mapping[str, Any]) -> None:
     arms = list(dict.fromkeys((row["engine"], row["layer_groups"]) for row in rows))
     us = {(row["shape"], row["direction"], row["engine"], row["layer_groups"]): row["us"] for row in rows}
     series = {
-        engine + (f", {groups} layer groups" if groups > 1 else ""): [
-            us.get((*name, engine, groups), 0.0) for name in names
-        ]
+        f"{engine}, {groups} layer group(s)": [us.get((*name, engine, groups), 0.0) for name in names]
         for engine, groups in arms
     }
     figure.set_size_inches(3 + 1.8 * len(names), 5)
