@@ -151,7 +151,7 @@ def test_bad_ids_fail_the_job_and_write_nothing(engine: str) -> None:
 
 def test_a_ring_that_cannot_pass_a_page_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match="staging_bytes"):
-        GpuRank(BY_NAME["blocks of tokens"], staging_bytes=64 << 10)
+        GpuRank(BY_NAME["blocks of tokens"], staging_bytes=64 << 10, io_backend="staged")
 
 
 @every_engine

@@ -175,7 +175,15 @@ def test_cold_starts_are_judged_beside_warm_ones(
 def test_copies_on_a_gpu_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [
-        {"shape": shape, "arm": arm, "mib": mib, "share_by_events": 0.9, "share_by_wall": 0.8, "submit_us": 3.0}
+        {
+            "shape": shape,
+            "arm": arm,
+            "mib": mib,
+            "pages": 64,
+            "chosen": True,
+            "share_by_events": 0.9,
+            "share_by_wall": 0.8,
+        }
         for shape, mib in (("MHA 512 B x 32", 128), ("MLA 576 B x 61", 512))
         for arm in ("offload", "load")
     ]

@@ -21,6 +21,7 @@ from kvhoist.cli.demo import demo
 from kvhoist.cli.demo_vllm import demo_vllm
 from kvhoist.cli.doctor import doctor
 from kvhoist.cli.explain import explain
+from kvhoist.cli.explain_plan import explain_plan
 from kvhoist.cli.output import side_console
 from kvhoist.cli.store import store_app
 from kvhoist.errors import KvhoistError
@@ -88,6 +89,7 @@ def _options(
 app.command()(demo)
 app.command(name="demo-vllm")(demo_vllm)
 app.command()(explain)
+app.command(name="explain-plan")(explain_plan)
 app.command()(doctor)
 app.add_typer(store_app)
 app.add_typer(bench_app)

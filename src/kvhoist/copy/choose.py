@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from kvhoist.copy.plan import CopyPlan, EngineChoice
 from kvhoist.copy.relayout import WORDS
@@ -12,10 +13,24 @@ from kvhoist.copy.ring import CHUNKS
 from kvhoist.copy.staged import RINGS
 from kvhoist.errors import ConfigError
 from kvhoist.layout import HostOrder
-from kvhoist.platform.base import MemoryRegion, Platform
+from kvhoist.platform.base import Capabilities, Device, MemoryRegion
 from kvhoist.units import format_bytes
 
 _log = logging.getLogger(__name__)
+
+
+class Offering(Protocol):
+    """What of a platform decides: also of one that is not here."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
 
 AUTO = "auto"
 ENGINES = ("reference", "staged", "dma", "mapped")
@@ -33,7 +48,7 @@ than 2 % (copy)."""
 
 def choose_engines(
     plan: CopyPlan,
-    platform: Platform,
+    platform: Offering,
     requested: str = AUTO,
     *,
     loads: bool,

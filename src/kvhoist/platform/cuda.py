@@ -7,6 +7,7 @@ import threading
 import weakref
 from contextlib import AbstractContextManager
 from ctypes import byref, c_int, c_size_t, c_void_p
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,8 +36,15 @@ from kvhoist.platform.cuda_streams import CudaEvent, CudaStream
 _FEW_COPIES = 1
 """So many copies cost less one by one than as a batch."""
 
-_BLOCK_QUOTA = 2
-"""The design's default of what `mapped` takes of the multiprocessors."""
+CAPABILITIES = Capabilities(
+    engines=("staged", "dma", "mapped"),
+    asynchronous=True,
+    host_visible=False,
+    registers_host=True,
+    launches_kernels=True,
+    block_quota=2,  # design, copy engines
+)
+"""Of every NVIDIA GPU; the device at hand adds its own."""
 
 
 class CudaRegistration:
@@ -118,16 +126,11 @@ class CudaPlatform:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.driver = CudaDriver(device.index)
-        self.capabilities = Capabilities(
-            engines=("staged", "dma", "mapped"),
-            asynchronous=True,
-            host_visible=False,
-            registers_host=True,
-            launches_kernels=True,
+        self.capabilities = replace(
+            CAPABILITIES,
             compute_capability=self.driver.compute_capability,
             multiprocessors=self.driver.num_multiprocessors,
             max_pitch_bytes=self.driver.max_pitch_bytes,
-            block_quota=_BLOCK_QUOTA,
         )
         least, greatest = c_int(), c_int()
         with self.driver.current():

@@ -1,0 +1,49 @@
+"""How the dma engine says a copy: in 2-D copies where layers share an allocation, in runs where they do not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fake_streams import FakePlatform
+
+from kvhoist.copy.dma import DmaCopy
+from kvhoist.copy.engine import Between
+from kvhoist.copy.plan import CopyPlan
+from kvhoist.device_layout import read_device_layout
+from kvhoist.geometry import CacheGeometry
+from kvhoist.memory.arena import HostArena
+from kvhoist.memory.pinned import PinnedArena
+from kvhoist.platform.base import IdArray, MemoryRegion, Rects
+
+LAYERS, BLOCKS, PAGES = 6, 10, 4
+GROUP = CacheGeometry.attention(LAYERS, k_row_bytes=64, v_row_bytes=64, page_tokens=8, blocks_per_page=2).groups[0]
+
+
+class Counting(FakePlatform):
+    """Counts copies by kind."""
+
+    def __init__(self, regions: list[MemoryRegion]) -> None:
+        super().__init__(None, regions)
+        self.num_flat = self.num_tall = 0
+
+    def copy_batch(self, sources: IdArray, *rest: object) -> None:
+        self.num_flat += len(sources)
+
+    def copy_batch_2d(self, rects: Rects, stream: object) -> None:
+        self.num_tall += len(rects.sources)
+        assert (rects.heights == LAYERS).all()
+
+
+@pytest.mark.parametrize(("shared", "flat", "tall"), [(True, 0, 2 * 2 * 3), (False, LAYERS * 2 * 2 * 3, 0)])
+def test_layers_of_one_allocation_make_one_copy(shared: bool, flat: int, tall: int) -> None:
+    """3 pages of 2 blocks, K and V."""
+    memory = {name: np.zeros((LAYERS, BLOCKS, 4, 64), dtype=np.uint8) for name in ("k", "v")}
+    cache = read_device_layout(GROUP, {name: list(held) for name, held in memory.items()}, "block token dim")
+    starts = [array.__array_interface__["data"][0] for array in memory.values()]
+    num_bytes = memory["k"].nbytes // (1 if shared else LAYERS)
+    platform = Counting([MemoryRegion(start + i * num_bytes, num_bytes) for start in starts for i in range(LAYERS)])
+    with HostArena(GROUP, num_pages=PAGES) as arena, PinnedArena(arena, platform) as host:  # type: ignore[arg-type]
+        plan = CopyPlan.make(cache.layout, arena.layout)
+        engine = DmaCopy(Between(plan, cache.buffers, host, platform, loads=False))  # type: ignore[arg-type]
+        engine.start(np.arange(3), np.arange(6), None).marks[-1][1].wait(10)
+    assert (platform.num_flat, platform.num_tall) == (flat, tall)

@@ -1,0 +1,73 @@
+"""Which engine moves what, as `kvhoist explain-plan` tells it without a GPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvhoist.cli.main import app
+
+MHA = ("--k-row-bytes", "1024", "--v-row-bytes", "1024")
+
+
+def plans(*options: str) -> dict[str, Any]:
+    ran = CliRunner().invoke(app, ["explain-plan", "--json", *options], catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    told: dict[str, Any] = json.loads(ran.stdout)
+    return told
+
+
+def engines(plan: dict[str, Any]) -> list[tuple[int, str, int]]:
+    return [(choice["from_pages"], choice["engine"], choice["num_groups"]) for choice in plan["engines"]]
+
+
+def test_small_loads_are_mapped_and_all_else_is_staged() -> None:
+    told = plans(*MHA)  # 4 MiB a page
+    assert engines(told["offload"]) == [(1, "staged", 1)]
+    assert engines(told["load"]) == [(1, "mapped", 1), (4, "staged", 1), (16, "staged", 4)]
+    assert told["load"]["min_run_bytes"] == 16 * 1024
+
+
+def test_large_pages_are_staged_from_the_first_on_and_whole_where_layers_lie_scattered() -> None:
+    told = plans("--k-row-bytes", "4096", "--v-row-bytes", "4096")  # 16 MiB a page
+    assert engines(told["load"]) == [(1, "staged", 1), (4, "staged", 4)]
+    whole = plans(*MHA, "--order", "page_first")
+    assert {num_groups for _, _, num_groups in engines(whole["load"])} == {1}
+
+
+def test_what_a_kernel_cannot_move_or_the_ring_not_hold_goes_by_dma() -> None:
+    odd = plans("--k-row-bytes", "6", "--order", "page_first")
+    assert [engine for _, engine, _ in engines(odd["load"])] == ["dma"]
+    assert "multiples of 4 B" in odd["load"]["engines"][0]["why"]
+    tight = plans(*MHA, "--staging-bytes", "16MiB")
+    assert [engine for _, engine, _ in engines(tight["offload"])] == ["dma"]
+    assert "a sixth of 16.0 MiB" in tight["offload"]["engines"][0]["why"]
+
+
+def test_an_engine_that_is_asked_for_is_the_only_one() -> None:
+    told = plans(*MHA, "--io-backend", "dma")
+    assert {engine for _, engine, _ in engines(told["load"])} == {"dma"}
+    assert {engine for _, engine, _ in engines(plans(*MHA, "--device", "cpu")["load"])} == {"reference"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        (*MHA, "--latent-row-bytes", "576"),
+        (*MHA, "--page-tokens", "60"),
+        (*MHA, "--device", "tpu"),
+        ("--v-row-bytes", "4"),
+    ],
+)
+def test_options_that_describe_no_cache_are_refused(options: tuple[str, ...]) -> None:
+    assert CliRunner().invoke(app, ["explain-plan", *options]).exit_code == 2
+
+
+def test_it_prints_what_the_log_says() -> None:
+    ran = CliRunner().invoke(app, ["explain-plan", *MHA], catch_exceptions=False)
+    assert "mapped (auto: loads below 16.0 MiB)" in ran.output
+    assert "staged from 16 pages on in 4 layer groups" in ran.output
