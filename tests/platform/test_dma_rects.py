@@ -37,11 +37,16 @@ class Counting(FakePlatform):
 @pytest.mark.parametrize(("shared", "flat", "tall"), [(True, 0, 2 * 2 * 3), (False, LAYERS * 2 * 2 * 3, 0)])
 def test_layers_of_one_allocation_make_one_copy(shared: bool, flat: int, tall: int) -> None:
     """3 pages of 2 blocks, K and V."""
-    memory = {name: np.zeros((LAYERS, BLOCKS, 4, 64), dtype=np.uint8) for name in ("k", "v")}
-    cache = read_device_layout(GROUP, {name: list(held) for name, held in memory.items()}, "block token dim")
-    starts = [array.__array_interface__["data"][0] for array in memory.values()]
-    num_bytes = memory["k"].nbytes // (1 if shared else LAYERS)
-    platform = Counting([MemoryRegion(start + i * num_bytes, num_bytes) for start in starts for i in range(LAYERS)])
+    layer = (BLOCKS, 4, 64)
+
+    def tensors() -> list[np.ndarray]:
+        if shared:
+            return list(np.zeros((LAYERS, *layer), np.uint8))
+        return [np.zeros(layer, np.uint8) for _ in range(LAYERS)]
+
+    memory = {name: tensors() for name in ("k", "v")}
+    cache = read_device_layout(GROUP, memory, "block token dim")
+    platform = Counting(list(cache.buffers))
     with HostArena(GROUP, num_pages=PAGES) as arena, PinnedArena(arena, platform) as host:  # type: ignore[arg-type]
         plan = CopyPlan.make(cache.layout, arena.layout)
         engine = DmaCopy(Between(plan, cache.buffers, host, platform, loads=False))  # type: ignore[arg-type]

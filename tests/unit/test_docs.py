@@ -73,7 +73,7 @@ def test_commands_that_documents_name_are_there_with_their_options() -> None:
         if not line.startswith("kvhoist "):
             continue
         words = line.split("#")[0].split()[1:]
-        names = tuple(word for word in words if re.fullmatch(r"[a-z]+", word))
+        names = tuple(word for word in words if re.fullmatch(r"[a-z][a-z-]*", word))
         found = max((c for c in COMMANDS if names[: len(c)] == c), key=len, default=None)
         options = {word.split("=")[0] for word in words if word.startswith("--")} - {"--version", "--help", "--debug"}
         known = {option for p in COMMANDS[found].params for option in p.opts} if found else set()
