@@ -14,6 +14,7 @@ from kvhoist.copy.engines import EngineMaker
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.device_layout import DeviceCache
+from kvhoist.errors import ConfigError, DeviceError
 from kvhoist.layout import HostOrder
 from kvhoist.memory.arena import HostArena
 from kvhoist.memory.pinned import PinnedArena
@@ -32,8 +33,15 @@ def make_copies(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     debug_verify: bool = False,
 ) -> Copies:
-    """Return the copies that the platform needs. Raises ConfigError as `choose_engines` does and for a ring that cannot
-    pass a page; DeviceError where the device has no room for the ring, or the driver does not pin the arena."""
+    """Return the copies that the platform needs. Raises ConfigError as `choose_engines` does, for a ring that cannot
+    pass a page and for a cache on another device; DeviceError where the device has no room for the ring, or the driver
+    does not pin the arena."""
+    if device.device != platform.device:
+        raise ConfigError(
+            "the cache lies on another device than its platform's",
+            got=f"tensors on {device.device}, a platform of {platform.device}",
+            remedy="Open the platform of the cache's device.",
+        )
     if platform.capabilities.host_visible:
         return HostCopies(device, arena, platform, io_backend, debug_verify=debug_verify)
     return DeviceCopies(device, arena, platform, io_backend, staging_bytes=staging_bytes, debug_verify=debug_verify)
@@ -96,7 +104,8 @@ class DeviceCopies:
 
     def close(self) -> None:
         for engine in self._engines:
-            engine.synchronize()
+            with contextlib.suppress(DeviceError):  # of a device that is gone nothing is under way
+                engine.synchronize()
         self._undo.close()
 
     def _engines_of(self, between: Between, make: EngineMaker) -> list[CopyEngine]:

@@ -252,6 +252,41 @@ def test_a_device_that_fails_in_the_middle_fails_the_job_and_nothing_is_left_und
         assert (rank.arena.buffer == wanted).all()
 
 
+@every_engine
+def test_a_device_that_is_gone_fails_every_job_and_closing_still_ends(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sticky error: from some moment on every call of the driver fails."""
+
+    def gone(*_: Any, **__: Any) -> Any:
+        raise DeviceError("CUDA failed", got="CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+
+    rank = Rank(library, io_backend=engine)
+    pages, blocks = rank.picked(5, 1)
+    assert rank.submit(JobKind.OFFLOAD, pages, blocks).result(DEADLINE_S).failed_pages == ()
+    for where, calls in (
+        (FakePlatform, ("copy", "copy_batch", "copy_batch_2d", "record")),
+        (FakeStream, ("synchronize",)),
+    ):
+        for call in calls:
+            monkeypatch.setattr(where, call, gone)
+    monkeypatch.setattr(fake_streams.FakeRegistration, "close", gone)
+    for kind in (JobKind.OFFLOAD, JobKind.LOAD, JobKind.OFFLOAD):
+        failed = rank.submit(kind, pages, blocks).result(DEADLINE_S)
+        assert failed.failed_pages == tuple(range(5))
+        assert "ILLEGAL_ADDRESS" in str(failed.error)
+    assert rank.mover.num_open == 0
+    assert rank.mover.close(timeout_s=DEADLINE_S)
+    assert "could not be unpinned" in caplog.text
+
+
+def test_a_cache_on_another_device_is_refused(library: ctypes.CDLL) -> None:
+    with Rank(library) as rank:
+        elsewhere = replace(rank.device, device=replace(GPU, index=1))
+        with pytest.raises(ConfigError, match=r"tensors on fake:1, a platform of fake:0"):
+            Mover(GROUP, elsewhere, rank.arena, platform=rank.platform, on_complete=print)  # type: ignore[arg-type]
+
+
 def test_a_ring_too_small_for_a_page_is_refused(library: ctypes.CDLL) -> None:
     with pytest.raises(ConfigError, match="staging_bytes"):
         Rank(library, staging_bytes=4096)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvhoist.memory.pinned import close_registration
 from kvhoist.platform.base import ByteArray, Event, IdArray, MemoryRegion, Registration, region_of
 
 _LEAST_IDS = 1024
@@ -63,7 +64,7 @@ class IdBuffers:
     def close(self) -> None:
         """Unregister all. Nothing may use them any more."""
         for buffer in self._buffers:
-            buffer.registration.close()
+            close_registration(buffer.registration)
         self._buffers.clear()
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from types import TracebackType
 
 import numpy as np
 
+from kvhoist.errors import DeviceError
 from kvhoist.memory.arena import HostArena
 from kvhoist.platform.base import IdArray, MemoryRegion, Platform, Registration
+
+_log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 30
 """A driver pins a piece in one call, which nobody can interrupt: about 0.1 s for one of this length."""
@@ -60,6 +64,15 @@ class PinnedArena:
         return len(self._registrations)
 
     def close(self) -> None:
-        """Unregister. Idempotent; no copy may be under way."""
+        """Unregister. Idempotent; no copy may be under way. Where the device is gone, so are its registrations: what
+        the driver says to that is logged."""
         while self._registrations:
-            self._registrations.pop().close()
+            close_registration(self._registrations.pop())
+
+
+def close_registration(registration: Registration) -> None:
+    """Unregister, and log what the driver has against it: whoever closes can do nothing about that."""
+    try:
+        registration.close()
+    except DeviceError as error:
+        _log.warning("host memory could not be unpinned: %s", error)
