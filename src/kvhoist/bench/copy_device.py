@@ -44,14 +44,12 @@ VARIANTS = (
 )
 
 
-def run(
-    device: Device, *, smoke: bool = False, repeats: int = 9, engines: Sequence[str] = ("staged", "dma", "mapped")
-) -> dict[str, Any]:
-    """Measure every shape on `device` and return plain data. Raises ConfigError where there is no such GPU,
-    KvhoistError where a byte is wrong."""
+def run(device: Device, *, smoke: bool = False, repeats: int = 9, also: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure every shape on `device` and return plain data. `also` are others' engines, as `Rig.engine` takes them.
+    Raises ConfigError where there is no such GPU or engine, KvhoistError where a byte is wrong."""
     platform = CudaPlatform(device)
     platform.enter_thread()
-    variants = [variant for variant in VARIANTS if variant.engine in engines]
+    variants = [*VARIANTS, *(_Variant(engine, loads) for engine in also for loads in (False, True))]
     repeats = 3 if smoke else repeats
     rows = [
         row

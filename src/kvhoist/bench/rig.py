@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
@@ -13,7 +15,7 @@ from kvhoist.copy.engine import Between, CopyEngine, Started
 from kvhoist.copy.engines import EngineMaker
 from kvhoist.copy.plan import CopyPlan, EngineChoice
 from kvhoist.copy.reference import BoundPlan
-from kvhoist.errors import KvhoistError
+from kvhoist.errors import ConfigError, KvhoistError
 from kvhoist.geometry import CacheGroup
 from kvhoist.memory.arena import HostArena
 from kvhoist.memory.pinned import PinnedArena, touch_threads
@@ -62,9 +64,14 @@ class Rig:
         self._undo.close()
 
     def engine(self, name: str, *, loads: bool, num_groups: int = 1) -> CopyEngine:
-        """Return a copy engine of one direction, ready to start."""
+        """Return a copy engine of one direction, ready to start: kvhoist's, or what `module:function` returns for
+        a `Between`, another's engine on the same buffers. Raises ConfigError where there is no such function."""
         between = Between(self._plan(loads=loads), self.cache.buffers, self.host, self.platform, loads)
-        made = _Reference(between) if name == "reference" else self._make(name, between, num_groups)
+        made: CopyEngine
+        if ":" in name:
+            made = _outside(name)(between)
+        else:
+            made = _Reference(between) if name == "reference" else self._make(name, between, num_groups)
         self._engines.append(made)
         return made
 
@@ -98,6 +105,17 @@ class Rig:
         wrong = [page for page, other in pairs if bytes(self.arena.page(page)) != bytes(self.arena.page(other))]
         if wrong:
             raise KvhoistError("pages came back from the device with other bytes", got=f"host pages {wrong[:8]}")
+
+
+def _outside(name: str) -> Callable[[Between], CopyEngine]:
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[[Between], CopyEngine] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            "there is no such engine to measure", got=f"{name!r}: {error}", expected="module:function on Python's path"
+        ) from error
+    return found
 
 
 class _Reference:

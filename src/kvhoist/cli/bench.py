@@ -59,7 +59,14 @@ def storage(
 
 @bench_app.command()
 def copy(
-    device: DeviceOption = "cpu", plot: PlotOption = None, smoke: SmokeOption = False, as_json: JsonOption = False
+    device: DeviceOption = "cpu",
+    also: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="On a GPU: makes another's engine from a Between."),
+    ] = None,
+    plot: PlotOption = None,
+    smoke: SmokeOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Copy scattered pages between device layouts and host pages, beside one plain copy of as many bytes."""
     place = _device_of(device)
@@ -71,7 +78,7 @@ def copy(
         else:
             from kvhoist.bench import copy_device
 
-            result = copy_device.run(place, smoke=smoke)
+            result = copy_device.run(place, smoke=smoke, also=also or ())
     _show(result, as_json, plot)
 
 
