@@ -14,6 +14,7 @@ from kvhoist.bench.facts import facts
 from kvhoist.bench.rig import STAGING_BYTES, Rig
 from kvhoist.bench.shapes import SMOKE, Shape, table_shapes
 from kvhoist.bench.timing import Arm, Lead, Peak, Times
+from kvhoist.copy.choose import LOAD_GROUPS
 from kvhoist.platform.base import Device, Platform
 from kvhoist.platform.cuda import CudaPlatform
 
@@ -39,8 +40,8 @@ class _Variant(NamedTuple):
 
 VARIANTS = (
     *(_Variant(engine, loads) for loads in (False, True) for engine in ("staged", "dma", "mapped")),
-    _Variant("staged", loads=True, num_groups=4),
-    _Variant("dma", loads=True, num_groups=4),
+    _Variant("staged", loads=True, num_groups=LOAD_GROUPS),
+    _Variant("dma", loads=True, num_groups=LOAD_GROUPS),
 )
 
 

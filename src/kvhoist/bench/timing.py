@@ -108,7 +108,7 @@ class Lead:
 
 
 class Peak:
-    """One plain copy of `num_bytes` between the start of pinned host memory and the device: what the link can do."""
+    """Plain copies of up to `num_bytes` between pinned host memory and the device: what the link can do."""
 
     def __init__(self, platform: Platform, host_address: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -117,15 +117,15 @@ class Peak:
         self.streams = {up: platform.make_stream(Priority.HIGH) for up in (True, False)}
         self._timer = make_timer(platform)
 
-    def once(self, *, upwards: bool) -> float:
-        """Return the seconds of one copy to the device, or from it."""
+    def once(self, *, upwards: bool, num_bytes: int | None = None) -> float:
+        """Return the seconds of one copy to the device, or from it: of all, or of `num_bytes`."""
         stream = self.streams[upwards]
         with self._platform.current():
             self._timer.start(stream)
-            self.enqueue(stream, upwards=upwards)
+            self.enqueue(stream, upwards=upwards, num_bytes=num_bytes)
             self._timer.stop(stream)
         return self._timer.seconds()
 
-    def enqueue(self, stream: Stream, *, upwards: bool) -> None:
+    def enqueue(self, stream: Stream, *, upwards: bool, num_bytes: int | None = None) -> None:
         source, destination = (self._host, self._flat.address) if upwards else (self._flat.address, self._host)
-        self._platform.copy(source, destination, self.num_bytes, stream)
+        self._platform.copy(source, destination, self.num_bytes if num_bytes is None else num_bytes, stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,12 +95,8 @@ def alloc(
     as_json: JsonOption = False,
 ) -> None:
     """Make pinned host memory and give it back, beside torch's; without a GPU, plain memory beside numpy's."""
-    from kvhoist.bench.alloc import run
-
-    place = _device_of(device)
-    with _measuring("host memory (some minutes)", plot, as_json):
-        result = run(place, gib=gib or (), smoke=smoke)
-    _show(result, as_json, plot)
+    what = "host memory (some minutes)"
+    _measure("alloc", what, _device_of(device), plot, as_json, gib=gib or (), smoke=smoke)
 
 
 @bench_app.command()
@@ -107,12 +104,7 @@ def cold(
     device: DeviceOption = "cpu", plot: PlotOption = None, smoke: SmokeOption = False, as_json: JsonOption = False
 ) -> None:
     """Time the first transfer of a fresh process, without and with a compiled kernel in the cache folder."""
-    from kvhoist.bench.cold import run
-
-    place = _device_of(device)
-    with _measuring("first transfers", plot, as_json):
-        result = run(place, smoke=smoke)
-    _show(result, as_json, plot)
+    _measure("cold", "first transfers", _device_of(device), plot, as_json, smoke=smoke)
 
 
 @bench_app.command()
@@ -120,12 +112,7 @@ def duplex(
     device: DeviceOption = "cpu", plot: PlotOption = None, smoke: SmokeOption = False, as_json: JsonOption = False
 ) -> None:
     """Load and offload at once, beside two plain copies that cross the link at once."""
-    from kvhoist.bench.duplex import run
-
-    place = _device_of(device)
-    with _measuring("both directions at once", plot, as_json):
-        result = run(place, smoke=smoke)
-    _show(result, as_json, plot)
+    _measure("duplex", "both directions at once", _device_of(device), plot, as_json, smoke=smoke)
 
 
 @bench_app.command()
@@ -133,12 +120,7 @@ def interference(
     device: DeviceOption = "cpu", plot: PlotOption = None, smoke: SmokeOption = False, as_json: JsonOption = False
 ) -> None:
     """How much copies slow kernels like a model's, beside what one plain copy costs them. A GPU needs torch."""
-    from kvhoist.bench.interference import run
-
-    place = _device_of(device)
-    with _measuring("copies beside compute (a minute or two)", plot, as_json):
-        result = run(place, smoke=smoke)
-    _show(result, as_json, plot)
+    _measure("interference", "copies beside compute (a minute or two)", _device_of(device), plot, as_json, smoke=smoke)
 
 
 @bench_app.command()
@@ -146,12 +128,7 @@ def submit(
     device: DeviceOption = "cpu", plot: PlotOption = None, smoke: SmokeOption = False, as_json: JsonOption = False
 ) -> None:
     """CPU time to begin copies of 64 pages, by every engine and by what is chosen."""
-    from kvhoist.bench.submit import run
-
-    place = _device_of(device)
-    with _measuring("submitting", plot, as_json):
-        result = run(place, smoke=smoke)
-    _show(result, as_json, plot)
+    _measure("submit", "submitting", _device_of(device), plot, as_json, smoke=smoke)
 
 
 @bench_app.command()
@@ -172,11 +149,8 @@ def ttft(
     if place == CPU and not smoke:
         raise ConfigError("an 8B model on the CPU takes hours", got="--device cpu", choices=["cuda", "cpu --smoke"])
     quiet_transformers()
-    with _measuring("times to first token (a minute or two)", plot, as_json):
-        from kvhoist.bench.ttft import run
-
-        result = run(place, prefixes=prefix or (), smoke=smoke)
-    _show(result, as_json, plot)
+    what = "times to first token (a minute or two)"
+    _measure("ttft", what, place, plot, as_json, prefixes=prefix or (), smoke=smoke)
 
 
 @bench_app.command()
@@ -201,6 +175,13 @@ def _device_of(text: str) -> Device:
     if kind not in (CPU.type, "cuda") or (index and not index.isdigit()):
         raise ConfigError("--device is no device", got=repr(text), choices=["cpu", "cuda", "cuda:1"])
     return Device(kind, int(index or 0))
+
+
+def _measure(bench: str, what: str, place: Device, plot_path: Path | None, as_json: bool, **options: Any) -> None:
+    """Run a benchmark of `kvhoist.bench` on a device, and show its result."""
+    with _measuring(what, plot_path, as_json):
+        result = importlib.import_module(f"kvhoist.bench.{bench}").run(place, **options)
+    _show(result, as_json, plot_path)
 
 
 @contextmanager

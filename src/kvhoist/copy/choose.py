@@ -36,9 +36,9 @@ AUTO = "auto"
 ENGINES = ("reference", "staged", "dma", "mapped")
 
 MAPPED_BELOW_BYTES = 16 << 20
-"""Loads of fewer bytes go through `mapped`: on an H200 it ends before `staged` there, by the wall clock, and takes the
-CPU a quarter of the time (docs/results/h200, copy). Offloads never do: nobody waits for them, and their stores slow a
-decode-like stream by half while they run (interference)."""
+"""Loads of fewer bytes go through `mapped`: on an H200 it ends there when `staged` does or before, by the wall clock, for
+half of the CPU's time or less (docs/results/h200, copy). Offloads never do: nobody waits for them, and their stores slow
+a decode-like stream by half while they run (interference)."""
 
 LOAD_GROUPS = 4
 GROUP_BYTES = 16 << 20
