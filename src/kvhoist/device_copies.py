@@ -11,7 +11,7 @@ from kvhoist.config import DEFAULT_STAGING_BYTES
 from kvhoist.copies import MISMATCH, Copied, Copies, Finish, HostCopies, ids_of, plans_between
 from kvhoist.copy.engine import Between, CopyEngine
 from kvhoist.copy.engines import EngineMaker
-from kvhoist.copy.plan import CopyPlan
+from kvhoist.copy.plan import CopyPlan, EngineChoice
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.device_layout import DeviceCache
 from kvhoist.errors import ConfigError, DeviceError
@@ -64,9 +64,8 @@ class DeviceCopies:
         with contextlib.ExitStack() as undo:
             host = undo.enter_context(PinnedArena(arena, platform))
             make = undo.enter_context(EngineMaker(platform, arena, staging_bytes))
-            self._engines: list[CopyEngine] = []
             self._offloads, self._loads = (
-                self._engines_of(Between(plan, device.buffers, host, platform, loads), make)
+                _engines_of(Between(plan, device.buffers, host, platform, loads), make)
                 for plan, loads in zip(self.plans, (False, True), strict=True)
             )
             self._digests = _digests(device, arena, platform, make, self.plans[0], undo) if debug_verify else None
@@ -74,7 +73,7 @@ class DeviceCopies:
 
     def offload(self, job: Job, after: Event | None, transfer: Transfer) -> Finish:
         blocks, pages = self.plans[0].check_ids(ids_of(job.device_blocks), ids_of(job.host_pages))
-        marks, read = self._pick(self._offloads, 0, job).start(pages, blocks, after)
+        marks, read = self._offloads[self.plans[0].choice_for(job.num_pages)].start(pages, blocks, after)
         transfer.enqueued(marks, read)
 
         def finish() -> Copied:
@@ -87,7 +86,7 @@ class DeviceCopies:
     def load(self, job: Job, after: Event | None, transfer: Transfer) -> Finish:
         pages, blocks = self.plans[1].check_ids(ids_of(job.host_pages), ids_of(job.device_blocks))
         num_bytes = int((blocks != LEFT_OUT).sum()) * (job.num_pages * self.plans[1].page_bytes // len(blocks))
-        marks, read = self._pick(self._loads, 1, job).start(pages, blocks, after)
+        marks, read = self._loads[self.plans[1].choice_for(job.num_pages)].start(pages, blocks, after)
         if self._digests is None:
             transfer.enqueued(marks, read)
 
@@ -103,19 +102,14 @@ class DeviceCopies:
             self._digests.remember(host_pages)
 
     def close(self) -> None:
-        for engine in self._engines:
+        for engine in (*self._offloads.values(), *self._loads.values()):
             with contextlib.suppress(DeviceError):  # of a device that is gone nothing is under way
                 engine.synchronize()
         self._undo.close()
 
-    def _engines_of(self, between: Between, make: EngineMaker) -> list[CopyEngine]:
-        found = [make(choice.engine, between, choice.num_groups) for choice in between.plan.choices]
-        self._engines += found
-        return found
 
-    def _pick(self, engines: list[CopyEngine], direction: int, job: Job) -> CopyEngine:
-        plan = self.plans[direction]
-        return engines[plan.choices.index(plan.choice_for(job.num_pages))]
+def _engines_of(between: Between, make: EngineMaker) -> dict[EngineChoice, CopyEngine]:
+    return {choice: make(choice.engine, between, choice.num_groups) for choice in between.plan.choices}
 
 
 def _digests(

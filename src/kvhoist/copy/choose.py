@@ -36,9 +36,9 @@ AUTO = "auto"
 ENGINES = ("reference", "staged", "dma", "mapped")
 
 MAPPED_BELOW_BYTES = 16 << 20
-"""Loads of fewer bytes go through `mapped`: on an H200 it ends there when `staged` does or before, by the wall clock, for
-half of the CPU's time or less (docs/results/h200, copy). Offloads never do: nobody waits for them, and their stores slow
-a decode-like stream by half while they run (interference)."""
+"""Loads of fewer bytes go through `mapped`: on an H200 it ends there when `staged` does or before, by the wall clock,
+for half of the CPU's time or less (docs/results/h200, copy). Offloads never do: nobody waits for them, and their stores
+slow a decode-like stream by half while they run (interference)."""
 
 LOAD_GROUPS = 4
 GROUP_BYTES = 16 << 20
@@ -107,11 +107,9 @@ def _with_groups(plan: CopyPlan, engines: list[tuple[int, str, str]], *, loads: 
     if not loads or not direct:
         return tuple(EngineChoice(engine, why, first) for first, engine, why in engines)
     num_groups = min(LOAD_GROUPS, len(plan.layers))
-    grouped = -(-GROUP_BYTES * num_groups // plan.page_bytes)
+    grouped = max(1, -(-GROUP_BYTES * num_groups // plan.page_bytes))
     found = []
-    for (first, engine, why), (following, *_) in zip(engines, [*engines[1:], (0, "", "")], strict=True):
-        if first < grouped:
-            found.append(EngineChoice(engine, why, first))
-        if not following or grouped < following:
-            found.append(EngineChoice(engine, why, max(first, grouped), num_groups))
+    for first in sorted({grouped, *(one[0] for one in engines)}):
+        _, engine, why = next(one for one in reversed(engines) if one[0] <= first)
+        found.append(EngineChoice(engine, why, first, num_groups if first >= grouped else 1))
     return tuple(found)

@@ -6,19 +6,16 @@ Where the runs of a step stand at one pitch on both sides, as those of all layer
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kvhoist.copy.engine import Between, Started
+from kvhoist.copy.engine import Between, Started, whole_or_nothing
 from kvhoist.copy.nests import Axis, End, Nest
 from kvhoist.copy.placed import fused, placed
-from kvhoist.copy.plan import CopyPlan
-from kvhoist.errors import DeviceError
-from kvhoist.messages import LEFT_OUT
+from kvhoist.copy.plan import CopyPlan, Steps
 from kvhoist.platform.base import Event, IdArray, Platform, Rects, Stream
 
 _MAX_BATCH = 4096
@@ -32,10 +29,10 @@ class _End(NamedTuple):
     unit_strides: IdArray
     block_strides: IdArray
 
-    def of_steps(self, units: IdArray, blocks: IdArray) -> IdArray:
+    def of_steps(self, steps: Steps) -> IdArray:
         """Return the addresses for all steps, step after step."""
-        steps = units[:, None] * self.unit_strides + blocks[:, None] * self.block_strides
-        return (self.addresses + steps).ravel()
+        strides = zip(steps, (self.unit_strides, self.block_strides), strict=False)
+        return sum((ids[:, None] * stride for ids, stride in strides), self.addresses).ravel()
 
 
 class _Copies:
@@ -43,20 +40,18 @@ class _Copies:
 
     def __init__(self, nests: Sequence[Nest], max_pitch_bytes: int) -> None:
         rows = [row for nest in nests for row in _rows(nest, max_pitch_bytes)]
-        rows.sort(key=lambda row: row[1].length > 1)
-        self._num_flat = sum(row[1].length == 1 for row in rows)
         self._widths = np.array([row[0].run_bytes for row in rows], dtype=np.int64)
         self._axes = np.array([row[1] for row in rows], dtype=np.int64).reshape(-1, 3)
         self._src = _ends([row[0].src for row in rows])
         self._dst = _ends([row[0].dst for row in rows])
 
-    def enqueue(self, steps: tuple[IdArray, IdArray, IdArray, IdArray], platform: Platform, stream: Stream) -> None:
-        """Enqueue the copies of all steps; `steps` are units and blocks of the source, then of the destination."""
-        src, dst = self._src.of_steps(*steps[:2]), self._dst.of_steps(*steps[2:])
-        num_steps, tall = len(steps[0]), np.tile(np.arange(len(self._widths)) >= self._num_flat, len(steps[0]))
+    def enqueue(self, steps: tuple[Steps, Steps], platform: Platform, stream: Stream) -> None:
+        """Enqueue the copies of all steps of source and destination."""
+        src, dst = self._src.of_steps(steps[0]), self._dst.of_steps(steps[1])
+        num_steps = len(steps[0][0])
         widths, axes = np.tile(self._widths, num_steps), np.tile(self._axes, (num_steps, 1))
-        flat = ~tall
-        for part in _parts(flat):
+        tall = axes[:, 0] > 1
+        for part in _parts(~tall):
             platform.copy_batch(src[part], dst[part], widths[part], stream)
         for part in _parts(tall):
             heights, src_pitches, dst_pitches = axes[part].T
@@ -87,23 +82,16 @@ class DmaCopy:
         """Enqueue the copy of host `pages` and device `blocks` behind `after`. Where it raises nothing is under way."""
         plan, loads = self.between.plan, self.between.loads
         ids = (pages, blocks) if loads else (blocks, pages)
-        units, at = zip(*itertools.starmap(_steps, zip(ids, plan.steps_per_unit, strict=True)), strict=True)
-        kept = units[1] != LEFT_OUT
-        steps = (units[0][kept], at[0][kept], units[1][kept], at[1][kept])
+        steps = plan.steps_of(*ids)
         marks: list[tuple[int, Event]] = []
         done = 0
-        with self._platform.current():
+        with self._platform.current(), whole_or_nothing(self):
             if after is not None:
                 self._stream.wait(after)
-            try:
-                for num_layers, copies in self._groups:
-                    copies.enqueue(steps, self._platform, self._stream)
-                    done += num_layers
-                    marks.append((done, self._platform.record(self._stream)))
-            except BaseException:
-                with contextlib.suppress(DeviceError):
-                    self.synchronize()
-                raise
+            for num_layers, copies in self._groups:
+                copies.enqueue(steps, self._platform, self._stream)
+                done += num_layers
+                marks.append((done, self._platform.record(self._stream)))
         return Started(marks, marks[-1][1])
 
     def _copies(self, plan: CopyPlan, src_bases: list[int], dst_bases: list[int]) -> _Copies:
@@ -135,13 +123,6 @@ def _moved(end: End, num_bytes: int) -> End:
 def _ends(ends: Sequence[End]) -> _End:
     numbers = [(end.offset_bytes, end.unit_stride_bytes, end.block_stride_bytes) for end in ends]
     return _End(*np.array(numbers, dtype=np.int64).reshape(-1, 3).T)
-
-
-def _steps(units: IdArray, steps_per_unit: int) -> tuple[IdArray, IdArray]:
-    """Return the unit of every step, and the block in it."""
-    if steps_per_unit == 1:
-        return units, np.zeros_like(units)
-    return np.repeat(units, steps_per_unit), np.tile(np.arange(steps_per_unit, dtype=np.int64), len(units))
 
 
 def _parts(chosen: np.ndarray) -> list[IdArray]:

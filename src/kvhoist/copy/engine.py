@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from kvhoist.copy.nests import End, Nest
 from kvhoist.copy.plan import CopyPlan
+from kvhoist.errors import DeviceError
 from kvhoist.layout import Layout, Unit
 from kvhoist.memory.pinned import PinnedArena
 from kvhoist.platform.base import Event, IdArray, MemoryRegion, Platform, Priority, Stream
@@ -43,6 +47,18 @@ class Between:
         """How many device ids name a page."""
         return self.plan.src.group.blocks_per_page if self.device_layout.unit is Unit.BLOCK else 1
 
+    def host_end(self, nest: Nest) -> End:
+        """Return the host's side of one of the plan's nests."""
+        return nest.src if self.loads else nest.dst
+
+    def with_pages(self, nest: Nest, pages: End) -> Nest:
+        """Return the nest with `pages` for the host's side, and with addresses on the cache's."""
+        cache = nest.dst if self.loads else nest.src
+        address = cache.offset_bytes + self.device[cache.buffer].address
+        moved = replace(cache, buffer=0, offset_bytes=address)
+        src, dst = (pages, moved) if self.loads else (moved, pages)
+        return Nest(src, dst, nest.run_bytes, nest.axes)
+
 
 class Started(NamedTuple):
     """A copy in the device's queues: for each layer group in order the number of layers in place so far and the event
@@ -66,3 +82,14 @@ class CopyEngine(Protocol):
     def synchronize(self) -> None:
         """Block until all that was enqueued is done."""
         ...
+
+
+@contextlib.contextmanager
+def whole_or_nothing(engine: CopyEngine) -> Iterator[None]:
+    """Where the block raises, in the middle of a copy, wait for what it had enqueued: nothing is under way then."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(DeviceError):
+            engine.synchronize()
+        raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,18 @@ class IdBuffers:
         buffer.free = free
         with self._lock:
             self._buffers.append(buffer)
+
+    @contextlib.contextmanager
+    def lent(self, ids: IdArray, marks: Sequence[tuple[int, Event]]) -> Iterator[IdBuffer]:
+        """Lend a buffer that holds `ids` until the last of a copy's `marks`, which the block fills. Where it raises,
+        nothing may be under way any more."""
+        buffer = self.take(ids)
+        try:
+            yield buffer
+        except BaseException:
+            self.give_back(buffer, None)
+            raise
+        self.give_back(buffer, marks[-1][1])
 
     def close(self) -> None:
         """Unregister all. Nothing may use them any more."""

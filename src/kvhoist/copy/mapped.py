@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import numpy as np
 
 from kvhoist.copy.device_kernels import DeviceKernels
-from kvhoist.copy.engine import Between, Started
-from kvhoist.copy.nests import End, Nest
+from kvhoist.copy.engine import Between, Started, whole_or_nothing
+from kvhoist.copy.nests import Nest
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.relayout import MAX_BLOCK_THREADS, Relayout, word_bytes_of
-from kvhoist.errors import DeviceError
 from kvhoist.platform.base import Event, IdArray, Stream
 
 
@@ -41,22 +39,15 @@ class MappedCopy:
         marks: list[tuple[int, Event]] = []
         done = 0
         num_steps = len(pages) * self.between.plan.steps_per_page
-        with self._platform.current():
-            buffer = self._kernels.ids.take(np.concatenate([self.between.host.device_addresses(pages), blocks]))
+        ids = np.concatenate([self.between.host.device_addresses(pages), blocks])
+        with self._platform.current(), self._kernels.ids.lent(ids, marks) as buffer, whole_or_nothing(self):
             pointers = (buffer.mapped_address, buffer.mapped_address + pages.nbytes)
-            try:
-                if after is not None:
-                    self._stream.wait(after)
-                for num_layers, relayout in self._groups:
-                    relayout.launch(0, *pointers, num_steps, self._stream)
-                    done += num_layers
-                    marks.append((done, self._platform.record(self._stream)))
-            except BaseException:
-                with contextlib.suppress(DeviceError):
-                    self.synchronize()
-                self._kernels.ids.give_back(buffer, None)
-                raise
-            self._kernels.ids.give_back(buffer, marks[-1][1])
+            if after is not None:
+                self._stream.wait(after)
+            for num_layers, relayout in self._groups:
+                relayout.launch(0, *pointers, num_steps, self._stream)
+                done += num_layers
+                marks.append((done, self._platform.record(self._stream)))
         return Started(marks, marks[-1][1])
 
     def _relayout(self, plan: CopyPlan) -> Relayout:
@@ -75,9 +66,4 @@ class MappedCopy:
     def _placed(self, nest: Nest, unit_stride: int) -> Nest:
         """Return the nest with addresses on the cache's side, and on the host's with offsets into a page: the ids there
         are the pages' own addresses, which need not stand at one distance from the host's (design rule 7)."""
-        host, cache = (nest.src, nest.dst) if self.between.loads else (nest.dst, nest.src)
-        page = End(0, host.offset_bytes, unit_stride, host.block_stride_bytes)
-        address = cache.offset_bytes + self.between.device[cache.buffer].address
-        moved = replace(cache, buffer=0, offset_bytes=address)
-        src, dst = (page, moved) if self.between.loads else (moved, page)
-        return Nest(src, dst, nest.run_bytes, nest.axes)
+        return self.between.with_pages(nest, replace(self.between.host_end(nest), unit_stride_bytes=unit_stride))

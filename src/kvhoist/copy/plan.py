@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,6 +19,9 @@ from kvhoist.layout import Layout, Unit
 from kvhoist.messages import LEFT_OUT
 from kvhoist.platform.base import IdArray
 from kvhoist.units import format_bytes
+
+Steps: TypeAlias = tuple[IdArray, ...]
+"""For every step the id of its unit, and where a unit holds several the block in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,14 @@ class CopyPlan:
                 )
         return src, dst
 
+    def steps_of(self, src: IdArray, dst: IdArray) -> tuple[Steps, Steps]:
+        """Return the steps that checked ids name, on either side, less those of blocks that are LEFT_OUT."""
+        src_steps, dst_steps = map(_steps, (src, dst), self.steps_per_unit)
+        kept = dst != LEFT_OUT  # only blocks can be left out, and one of them is one step
+        if kept.all():
+            return src_steps, dst_steps
+        return tuple(ids[kept] for ids in src_steps), tuple(ids[kept] for ids in dst_steps)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON."""
         return {
@@ -206,6 +217,12 @@ class CopyPlan:
             loops = " x ".join(f"{a.length} (src +{a.src_stride_bytes}, dst +{a.dst_stride_bytes})" for a in axes)
             lines.append(f"  loop    {times} x [{loops or '1'}] of {run_bytes} B")
         return "\n".join(lines)
+
+
+def _steps(units: IdArray, steps_per_unit: int) -> Steps:
+    if steps_per_unit == 1:
+        return (units,)
+    return np.repeat(units, steps_per_unit), np.tile(np.arange(steps_per_unit), len(units))
 
 
 def _name(layout: Layout) -> str:

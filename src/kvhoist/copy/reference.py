@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvhoist.copy.nests import End, Nest
 from kvhoist.copy.placed import fused, placed
-from kvhoist.copy.plan import CopyPlan
+from kvhoist.copy.plan import CopyPlan, Steps
 from kvhoist.errors import LayoutError
 from kvhoist.layout import Layout
-from kvhoist.messages import LEFT_OUT
 from kvhoist.platform.base import MemoryRegion
 
 _GATHER_BELOW_BYTES = 8 << 10
@@ -24,9 +23,6 @@ core copies 8 KiB, and the gather copies twice."""
 
 _CHUNK_BYTES = 256 << 10
 """Bytes of one gather: its intermediate stays in the L2 cache."""
-
-
-_Index: TypeAlias = tuple[NDArray[np.int64], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +75,7 @@ class BoundPlan:
         anything is written.
         """
         src, dst = self.plan.check_ids(src_units, dst_units)
-        per_src, per_dst = self.plan.steps_per_unit
-        src_index, dst_index = _index(src, per_src), _index(dst, per_dst)
-        kept = dst != LEFT_OUT  # only blocks can be left out, and one of them is one step
-        if not kept.all():
-            src_index, dst_index = tuple(ids[kept] for ids in src_index), tuple(ids[kept] for ids in dst_index)
+        src_index, dst_index = self.plan.steps_of(src, dst)
         num_steps = len(dst_index[0])
         for move in self._moves:
             if move.step_bytes < _GATHER_BELOW_BYTES:
@@ -92,13 +84,13 @@ class BoundPlan:
                 self._step(move, src_index, dst_index)
         return num_steps * self.plan.step_bytes
 
-    def _gather(self, move: _Move, src: _Index, dst: _Index, num_steps: int) -> None:
+    def _gather(self, move: _Move, src: Steps, dst: Steps, num_steps: int) -> None:
         count = max(1, _CHUNK_BYTES // move.step_bytes)
         for i in range(0, num_steps, count):
             part = slice(i, i + count)
             move.dst[tuple(ids[part] for ids in dst)] = move.src[tuple(ids[part] for ids in src)]
 
-    def _step(self, move: _Move, src: _Index, dst: _Index) -> None:
+    def _step(self, move: _Move, src: Steps, dst: Steps) -> None:
         steps = zip(
             zip(*(ids.tolist() for ids in src), strict=True),
             zip(*(ids.tolist() for ids in dst), strict=True),
@@ -142,13 +134,6 @@ def _check_buffers(layout: Layout, buffers: Sequence[MemoryRegion]) -> None:
             got=f"{len(got)} buffers of {got} bytes",
             expected=f"{len(layout.buffer_bytes)} buffers of at least {list(layout.buffer_bytes)} bytes",
         )
-
-
-def _index(units: NDArray[np.int64], steps_per_unit: int) -> _Index:
-    """Return, for every step, the index of its unit, and of the block in it where a unit holds several."""
-    if steps_per_unit == 1:
-        return (units,)
-    return np.repeat(units, steps_per_unit), np.tile(np.arange(steps_per_unit), len(units))
 
 
 def _apart(plan: CopyPlan, first: Nest, last: Nest) -> bool:

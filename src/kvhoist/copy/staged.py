@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvhoist.copy.device_kernels import DeviceKernels
-from kvhoist.copy.engine import Between, Started
+from kvhoist.copy.engine import Between, Started, whole_or_nothing
 from kvhoist.copy.id_buffers import IdBuffer
-from kvhoist.copy.nests import End, Nest
+from kvhoist.copy.nests import Nest
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.relayout import Relayout, word_bytes_of
 from kvhoist.copy.ring import CHUNKS, StagingRing
@@ -84,18 +83,11 @@ class StagedCopy:
 
     def start(self, pages: IdArray, blocks: IdArray, after: Event | None) -> Started:
         """Enqueue the copy of host `pages` and device `blocks` behind `after`. Where it raises nothing is under way."""
-        with self._platform.current():
-            buffer = self._ids.take(blocks)
+        marks: list[tuple[int, Event]] = []
+        with self._platform.current(), self._ids.lent(blocks, marks) as buffer, whole_or_nothing(self):
             self._unprepared = (buffer, blocks.nbytes, after)
-            try:
-                marks = self._enqueue(pages, buffer.device.address)
-                read = self._platform.record(self._link if self._loads else self._relayout)
-            except BaseException:
-                with contextlib.suppress(DeviceError):
-                    self.synchronize()
-                self._ids.give_back(buffer, None)
-                raise
-            self._ids.give_back(buffer, marks[-1][1])
+            self._enqueue(pages, buffer.device.address, marks)
+            read = self._platform.record(self._link if self._loads else self._relayout)
         return Started(marks, read)
 
     def _prepare(self) -> None:
@@ -108,8 +100,7 @@ class StagedCopy:
         if after is not None:
             self._relayout.wait(after)
 
-    def _enqueue(self, pages: IdArray, ids: int) -> list[tuple[int, Event]]:
-        marks: list[tuple[int, Event]] = []
+    def _enqueue(self, pages: IdArray, ids: int, marks: list[tuple[int, Event]]) -> None:
         done = 0
         host = pages * self.between.page_pitch_bytes + self.between.host.region.address
         last = self._relayout if self._loads else self._link
@@ -123,7 +114,6 @@ class StagedCopy:
                 self._chunk(part, blobs[first:stop], staged[: stop - first], lengths[first:stop], here)
             done += part.num_layers
             marks.append((done, self._platform.record(last)))
-        return marks
 
     def _chunks(self, part: _Slice, num_pages: int, starts: bool, ends: bool) -> list[tuple[int, int]]:
         """Cut pages into chunks: small ones where the whole copy `starts`, so that the link starts early, and where it
@@ -164,7 +154,7 @@ class StagedCopy:
                 ring.give_back(chunk, link)
 
     def _slice(self, plan: CopyPlan, module: Module) -> _Slice:
-        ends = [nest.src if self._loads else nest.dst for nest in plan.nests]
+        ends = [self.between.host_end(nest) for nest in plan.nests]
         first = min(end.offset_bytes for end in ends)
         stop = max(end.offset_bytes + self._reach(nest) for end, nest in zip(ends, plan.nests, strict=True))
         if stop - first != plan.page_bytes:
@@ -198,13 +188,11 @@ class StagedCopy:
 
     def _reach(self, nest: Nest) -> int:
         """Return the bytes from a nest's first to its last on the host's side, over all steps of a page."""
-        host = nest.src if self._loads else nest.dst
+        host = self.between.host_end(nest)
         axes = sum((axis.length - 1) * axis[1 if self._loads else 2] for axis in nest.axes)
         return axes + (self.between.plan.steps_per_page - 1) * host.block_stride_bytes + nest.run_bytes
 
     def _placed(self, nest: Nest, first: int, pitch: int) -> Nest:
-        host, cache = (nest.src, nest.dst) if self._loads else (nest.dst, nest.src)
-        staged = End(0, host.offset_bytes - first, pitch, host.block_stride_bytes)
-        placed = replace(cache, buffer=0, offset_bytes=cache.offset_bytes + self.between.device[cache.buffer].address)
-        src, dst = (staged, placed) if self._loads else (placed, staged)
-        return Nest(src, dst, nest.run_bytes, nest.axes)
+        host = self.between.host_end(nest)
+        staged = replace(host, offset_bytes=host.offset_bytes - first, unit_stride_bytes=pitch)
+        return self.between.with_pages(nest, staged)
