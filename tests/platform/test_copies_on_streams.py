@@ -158,6 +158,28 @@ def test_both_directions_move_what_the_oracle_moves(library: ctypes.CDLL, count:
 
 
 @every_engine
+def test_nothing_but_pages_crosses_the_link_by_copies(
+    library: ctypes.CDLL, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids that went by a copy would queue behind all pages of other transfers in that direction."""
+    copied: list[tuple[int, int]] = []
+    plain = FakePlatform.copy
+
+    def copy(self: FakePlatform, source: int, destination: int, num_bytes: int, stream: FakeStream) -> None:
+        copied.append((source, destination))
+        plain(self, source, destination, num_bytes, stream)
+
+    monkeypatch.setattr(FakePlatform, "copy", copy)
+    with Rank(library, io_backend=engine) as rank:
+        for kind, host_side in ((JobKind.LOAD, 0), (JobKind.OFFLOAD, 1)):
+            copied.clear()
+            assert rank.submit(kind, *rank.picked(7, 1)).result(DEADLINE_S).failed_pages == ()
+            region = rank.arena.region
+            assert (copied == []) == (engine == "mapped")
+            assert all(region.address <= ends[host_side] < region.end for ends in copied)
+
+
+@every_engine
 def test_a_stream_that_waits_for_a_layer_finds_it(
     library: ctypes.CDLL, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,13 +27,13 @@ def engines(plan: dict[str, Any]) -> list[tuple[int, str, int]]:
 def test_small_loads_are_mapped_and_all_else_is_staged() -> None:
     told = plans(*MHA)  # 4 MiB a page
     assert engines(told["offload"]) == [(1, "staged", 1)]
-    assert engines(told["load"]) == [(1, "mapped", 1), (4, "staged", 1), (16, "staged", 4)]
+    assert engines(told["load"]) == [(1, "mapped", 1), (4, "staged", 1), (32, "staged", 4)]
     assert told["load"]["min_run_bytes"] == 16 * 1024
 
 
 def test_large_pages_are_staged_from_the_first_on_and_whole_where_layers_lie_scattered() -> None:
     told = plans("--k-row-bytes", "4096", "--v-row-bytes", "4096")  # 16 MiB a page
-    assert engines(told["load"]) == [(1, "staged", 1), (4, "staged", 4)]
+    assert engines(told["load"]) == [(1, "staged", 1), (8, "staged", 4)]
     whole = plans(*MHA, "--order", "page_first")
     assert {num_groups for _, _, num_groups in engines(whole["load"])} == {1}
 

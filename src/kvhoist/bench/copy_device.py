@@ -1,7 +1,7 @@
 """How fast scattered pages move between a GPU's cache and pinned host memory, as a share of one plain memcpy.
 
-Every shape is moved to the device and back first, by every engine, and compared. Then the engines and one pinned memcpy
-of the same number of bytes (the link's peak) take turns: medians.
+Every shape is moved to the device and back first, by every engine, and compared. Then the engines, the same pages in
+one batch without relayout, and one pinned memcpy of the same number of bytes (the link's peak) take turns: medians.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvhoist.bench.blobs import NAME as BLOBS
 from kvhoist.bench.facts import facts
 from kvhoist.bench.rig import STAGING_BYTES, Rig
 from kvhoist.bench.shapes import SMOKE, Shape, table_shapes
@@ -39,7 +40,7 @@ class _Variant(NamedTuple):
 
 
 VARIANTS = (
-    *(_Variant(engine, loads) for loads in (False, True) for engine in ("staged", "dma", "mapped")),
+    *(_Variant(engine, loads) for loads in (False, True) for engine in ("staged", "dma", "mapped", BLOBS)),
     _Variant("staged", loads=True, num_groups=LOAD_GROUPS),
     _Variant("dma", loads=True, num_groups=LOAD_GROUPS),
 )
@@ -80,7 +81,7 @@ def _measure(
     with Rig(platform, shape.group, num_pages=2 * max(counts)) as rig:
         engines = {v: rig.engine(v.engine, loads=v.loads, num_groups=v.num_groups) for v in variants}
         lead = Lead(platform)
-        for name in {variant.engine for variant in variants}:
+        for name in {variant.engine for variant in variants} - {BLOBS}:
             rig.check(*(engines[_Variant(name, loads)] for loads in (False, True)))
         for count in counts:
             ids = rig.picked(count)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kvhoist.bench.blobs import NAME as BLOBS
 from kvhoist.bench.compute import Compute, make_computes
 from kvhoist.bench.facts import facts
 from kvhoist.bench.rig import Rig
@@ -67,7 +68,7 @@ def _measure(platform: Platform, shape: Shape, computes: dict[str, Compute], rep
         with Rig(platform, shape.group, num_pages=2 * num_pages, one_allocation=one_allocation) as rig:
             num_bytes = num_pages * shape.group.page_bytes
             peak = Peak(platform, rig.host.region.address, num_bytes)
-            names = [n for n in platform.capabilities.engines if (n == "dma") == one_allocation]
+            names = [n for n in (*platform.capabilities.engines, BLOBS) if (n == "dma") == one_allocation]
             arms = [_Arm(FLOOR, up, _memcpy(platform, peak, upwards=up)) for up in (True, False)]
             arms += [
                 _Arm(name, up, _copy(rig.engine(name, loads=up), *rig.picked(num_pages)))

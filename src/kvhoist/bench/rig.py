@@ -9,6 +9,8 @@ from types import TracebackType
 
 import numpy as np
 
+from kvhoist.bench.blobs import NAME as BLOBS
+from kvhoist.bench.blobs import Blobs
 from kvhoist.bench.device_cache import device_cache
 from kvhoist.copy.choose import choose_engines
 from kvhoist.copy.engine import Between, CopyEngine, Started
@@ -65,11 +67,14 @@ class Rig:
 
     def engine(self, name: str, *, loads: bool, num_groups: int = 1) -> CopyEngine:
         """Return a copy engine of one direction, ready to start: kvhoist's, or what `module:function` returns for
-        a `Between`, another's engine on the same buffers. Raises ConfigError where there is no such function."""
+        a `Between`, another's engine on the same buffers. `BLOBS` moves no page to its place. Raises ConfigError where
+        there is no such function."""
         between = Between(self._plan(loads=loads), self.cache.buffers, self.host, self.platform, loads)
         made: CopyEngine
         if ":" in name:
             made = _outside(name)(between)
+        elif name == BLOBS:
+            made = Blobs(between, len(self.pages))
         else:
             made = _Reference(between) if name == "reference" else self._make(name, between, num_groups)
         self._engines.append(made)

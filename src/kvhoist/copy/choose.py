@@ -41,7 +41,7 @@ for half of the CPU's time or less (docs/results/h200, copy). Offloads never do:
 slow a decode-like stream by half while they run (interference)."""
 
 LOAD_GROUPS = 4
-GROUP_BYTES = 16 << 20
+GROUP_BYTES = 32 << 20
 """Loads arrive in so many groups of layers where a group has so many bytes: below, the copies that groups add cost more
 than 2 % (copy)."""
 

@@ -22,7 +22,7 @@ class DeviceKernels:
             SOURCE.read_text(), name=NAME, compute_capability=capability, defines=DEFINES, cache=CodeCache(None)
         )
         self.module = platform.load_module(compiled.image)
-        self.ids = IdBuffers(platform.allocate, platform.register)
+        self.ids = IdBuffers(platform, self.module)
 
     def __enter__(self) -> DeviceKernels:
         return self

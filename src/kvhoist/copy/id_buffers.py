@@ -1,18 +1,36 @@
-"""Ids on their way to the device: small pinned buffers and their device twins, used again when nobody reads them."""
+"""Ids on their way to the device: small pinned buffers and their device twins, used again when nobody reads them.
+
+A kernel brings them over: a copy would queue behind all copies of pages that are under way in its direction.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvhoist.copy.nests import End, Nest
+from kvhoist.copy.relayout import WORDS, Relayout
 from kvhoist.memory.pinned import close_registration
-from kvhoist.platform.base import ByteArray, Event, IdArray, MemoryRegion, Registration, region_of
+from kvhoist.platform.base import (
+    ByteArray,
+    Event,
+    IdArray,
+    MemoryRegion,
+    Module,
+    Platform,
+    Registration,
+    Stream,
+    region_of,
+)
 
 _LEAST_IDS = 1024
+_STEP_BYTES, _BLOCK_THREADS, _MAX_BLOCKS = 128, 256, 8
+"""Of the kernel that brings ids: a step is a link's read."""
 
 
 @dataclass(slots=True)
@@ -20,9 +38,9 @@ class IdBuffer:
     """`host` is pinned, `device` as long. `free` is an event at the end of the last work that used them."""
 
     host: ByteArray
-    host_address: int
     device: MemoryRegion
     registration: Registration
+    to_device: Relayout
     free: Event | None = None
 
     @property
@@ -30,15 +48,17 @@ class IdBuffer:
         """Where the device sees `host`."""
         return self.registration.device_address
 
+    def bring(self, num_ids: int, stream: Stream) -> None:
+        """Enqueue what puts the first `num_ids` ids at `device`."""
+        self.to_device.launch(self.mapped_address, 0, 0, -(-8 * num_ids // _STEP_BYTES), stream)
+
 
 class IdBuffers:
     """A pool of IdBuffers. Thread-safe."""
 
-    def __init__(
-        self, allocate: Callable[[int], MemoryRegion], register: Callable[[MemoryRegion], Registration]
-    ) -> None:
-        self._allocate = allocate
-        self._register = register
+    def __init__(self, platform: Platform, module: Module) -> None:
+        self._platform = platform
+        self._module = module
         self._lock = threading.Lock()
         self._buffers: list[IdBuffer] = []
 
@@ -50,10 +70,7 @@ class IdBuffers:
             found = next(fitting, None)
             buffer = self._buffers.pop(found) if found is not None else None
         if buffer is None:
-            host = np.zeros(8 * max(_LEAST_IDS, 1 << (len(ids) - 1).bit_length()), dtype=np.uint8)
-            buffer = IdBuffer(
-                host, region_of(host).address, self._allocate(host.nbytes), self._register(region_of(host))
-            )
+            buffer = self._make(8 * max(_LEAST_IDS, 1 << (len(ids) - 1).bit_length()))
         buffer.host[:num_bytes] = ids.view(np.uint8)
         return buffer
 
@@ -73,6 +90,23 @@ class IdBuffers:
             self.give_back(buffer, None)
             raise
         self.give_back(buffer, marks[-1][1])
+
+    def _make(self, num_bytes: int) -> IdBuffer:
+        host = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)  # registered by whole memory pages
+        device = self._platform.allocate(num_bytes)
+        src, dst = (End(0, start, _STEP_BYTES, 0) for start in (0, device.address))
+        to_device = Relayout(
+            [Nest(src, dst, _STEP_BYTES)],
+            self._module,
+            self._platform,
+            word_bytes=WORDS[0],
+            scatters=True,
+            steps_per_page=1,
+            steps_per_id=1,
+            block_threads=_BLOCK_THREADS,
+            max_blocks=_MAX_BLOCKS,
+        )
+        return IdBuffer(host, device, self._platform.register(region_of(host)), to_device)
 
     def close(self) -> None:
         """Unregister all. Nothing may use them any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 
@@ -20,8 +21,11 @@ from kvhoist.platform.base import Event, IdArray, Module, Platform, Stream
 from kvhoist.units import format_bytes, round_up
 
 _PITCH_ALIGNMENT = 256
-_FIRST_CHUNK_BYTES, _GROWTH = 4 << 20, 4
-"""75 us on the link, in which the CPU enqueues the next chunk, and so on."""
+_SMALL_CHUNK_BYTES = 4 << 20
+"""75 us on the link, in which the CPU enqueues the next chunk, and the device moves the largest."""
+
+_FIRST_PAGES = 8
+"""A load's link starts when the first batch is enqueued: so many entries take the CPU 15 us."""
 
 _BLOCK_THREADS = 256
 _BLOCKS_PER_MULTIPROCESSOR = 2
@@ -54,8 +58,9 @@ class _Slice:
 
     num_layers: int
     first_byte: int
-    num_bytes: int
     pitch_bytes: int
+    staged: IdArray  # where the pages of the largest chunk begin
+    lengths: IdArray  # num_bytes each
     relayout: Relayout
 
 
@@ -84,8 +89,8 @@ class StagedCopy:
     def start(self, pages: IdArray, blocks: IdArray, after: Event | None) -> Started:
         """Enqueue the copy of host `pages` and device `blocks` behind `after`. Where it raises nothing is under way."""
         marks: list[tuple[int, Event]] = []
-        with self._platform.current(), self._ids.lent(blocks, marks) as buffer, whole_or_nothing(self):
-            self._unprepared = (buffer, blocks.nbytes, after)
+        with self._platform.current(), self._ids.lent(blocks, marks) as buffer, whole_or_nothing(self), self._ring:
+            self._unprepared = (buffer, len(blocks), after)
             self._enqueue(pages, buffer.device.address, marks)
             read = self._platform.record(self._link if self._loads else self._relayout)
         return Started(marks, read)
@@ -95,63 +100,51 @@ class StagedCopy:
         and wait for what the copy must come after."""
         if self._unprepared is None:
             return
-        (buffer, num_bytes, after), self._unprepared = self._unprepared, None
-        self._platform.copy(buffer.host_address, buffer.device.address, num_bytes, self._relayout)
+        (buffer, num_ids, after), self._unprepared = self._unprepared, None
+        buffer.bring(num_ids, self._relayout)
         if after is not None:
             self._relayout.wait(after)
 
     def _enqueue(self, pages: IdArray, ids: int, marks: list[tuple[int, Event]]) -> None:
         done = 0
         host = pages * self.between.page_pitch_bytes + self.between.host.region.address
+        id_bytes = 8 * self.between.ids_per_page
         last = self._relayout if self._loads else self._link
         for i, part in enumerate(self._slices):
-            ramps = (i == 0, i == len(self._slices) - 1)
-            lengths = np.full(len(pages), part.num_bytes, dtype=np.int64)
-            staged = np.arange(len(pages), dtype=np.int64) * part.pitch_bytes
             blobs = host + part.first_byte
-            for first, stop in self._chunks(part, len(pages), *ramps):
-                here = ids + 8 * self.between.ids_per_page * first
-                self._chunk(part, blobs[first:stop], staged[: stop - first], lengths[first:stop], here)
+            head, tail = self._ends(part, starts=i == 0, ends=i == len(self._slices) - 1)
+            for first, stop in _cut(len(pages), len(part.staged), head, tail):
+                self._chunk(part, blobs[first:stop], ids + id_bytes * first)
             done += part.num_layers
             marks.append((done, self._platform.record(last)))
 
-    def _chunks(self, part: _Slice, num_pages: int, starts: bool, ends: bool) -> list[tuple[int, int]]:
-        """Cut pages into chunks: small ones where the whole copy `starts`, so that the link starts early, and where it
-        `ends`, so that the link ends late."""
-        most = max(1, self._ring.max_chunk_bytes // part.pitch_bytes)
-        small = max(1, _FIRST_CHUNK_BYTES // part.pitch_bytes)
-        ramp: list[int] = []
-        while small < most and (starts + ends) * (sum(ramp) + small) < num_pages:
-            ramp.append(small)
-            small *= _GROWTH
-        head, tail = ramp if starts else [], ramp[::-1] if ends else []
-        left = num_pages - sum(head) - sum(tail)
-        count = -(-left // most)
-        middle = [left * (i + 1) // count - left * i // count for i in range(count)]
-        stops = list(itertools.accumulate([*head, *middle, *tail]))
-        return list(zip([0, *stops], stops, strict=False))
+    def _ends(self, part: _Slice, *, starts: bool, ends: bool) -> tuple[int, int]:
+        """Return the pages of a small first chunk where a copy `starts`, so that the link starts early; and of a small
+        last one where a load `ends`: the less is left to do when the link is done."""
+        small = max(1, _SMALL_CHUNK_BYTES // part.pitch_bytes)
+        head = max(small, _FIRST_PAGES) if self._loads else small
+        return head if starts else 0, small if ends and self._loads else 0
 
-    def _chunk(self, part: _Slice, host: IdArray, staged: IdArray, lengths: IdArray, ids: int) -> None:
-        link, relayout = self._link, self._relayout
-        num_steps = len(host) * self.between.plan.steps_per_page
-        num_bytes = len(host) * part.pitch_bytes
-        with self._ring as ring:
-            if self._loads:
-                chunk = ring.take(num_bytes, link)
-                self._platform.copy_batch(host, staged + chunk.address, lengths, link)
-                link.record(chunk.filled)
-                self._prepare()
-                relayout.wait(chunk.filled)
-                part.relayout.launch(chunk.address, 0, ids, num_steps, relayout)
-                ring.give_back(chunk, relayout)
-            else:
-                chunk = ring.take(num_bytes, relayout)
-                self._prepare()
-                part.relayout.launch(chunk.address, 0, ids, num_steps, relayout)
-                relayout.record(chunk.filled)
-                link.wait(chunk.filled)
-                self._platform.copy_batch(staged + chunk.address, host, lengths, link)
-                ring.give_back(chunk, link)
+    def _chunk(self, part: _Slice, host: IdArray, ids: int) -> None:
+        link, relayout, ring = self._link, self._relayout, self._ring
+        num_pages = len(host)
+        num_steps = num_pages * self.between.plan.steps_per_page
+        chunk = ring.take(num_pages * part.pitch_bytes, link if self._loads else relayout)
+        staged, lengths = part.staged[:num_pages] + chunk.address, part.lengths[:num_pages]
+        if self._loads:
+            self._platform.copy_batch(host, staged, lengths, link)
+            link.record(chunk.filled)
+            self._prepare()
+            relayout.wait(chunk.filled)
+            part.relayout.launch(chunk.address, 0, ids, num_steps, relayout)
+            ring.give_back(chunk, relayout)
+        else:
+            self._prepare()
+            part.relayout.launch(chunk.address, 0, ids, num_steps, relayout)
+            relayout.record(chunk.filled)
+            link.wait(chunk.filled)
+            self._platform.copy_batch(staged, host, lengths, link)
+            ring.give_back(chunk, link)
 
     def _slice(self, plan: CopyPlan, module: Module) -> _Slice:
         ends = [self.between.host_end(nest) for nest in plan.nests]
@@ -184,7 +177,8 @@ class StagedCopy:
             block_threads=_BLOCK_THREADS,
             max_blocks=_BLOCKS_PER_MULTIPROCESSOR * self._platform.capabilities.multiprocessors,
         )
-        return _Slice(len(plan.layers), first, stop - first, pitch, relayout)
+        staged = np.arange(self._ring.max_chunk_bytes // pitch, dtype=np.int64) * pitch
+        return _Slice(len(plan.layers), first, pitch, staged, np.full_like(staged, stop - first), relayout)
 
     def _reach(self, nest: Nest) -> int:
         """Return the bytes from a nest's first to its last on the host's side, over all steps of a page."""
@@ -196,3 +190,15 @@ class StagedCopy:
         host = self.between.host_end(nest)
         staged = replace(host, offset_bytes=host.offset_bytes - first, unit_stride_bytes=pitch)
         return self.between.with_pages(nest, staged)
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(num_pages: int, most: int, head: int, tail: int) -> tuple[tuple[int, int], ...]:
+    """Cut pages into chunks of at most `most`, the first of `head` and the last of `tail` where these are not 0 and the
+    pages suffice. Returns (first, stop) of each."""
+    ends = [head, tail] if head + tail < num_pages and max(head, tail) <= most else [0, 0]
+    left = num_pages - sum(ends)
+    count = -(-left // most)
+    middle = [left * (i + 1) // count - left * i // count for i in range(count)]
+    lengths = [length for length in (ends[0], *middle, ends[1]) if length]
+    return tuple(itertools.pairwise([0, *itertools.accumulate(lengths)]))

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 
 from kvhoist.errors import ConfigError, DeviceError
@@ -21,6 +22,7 @@ EVENT_DISABLE_TIMING = 2
 HOST_REGISTER_PORTABLE = 1
 HOST_REGISTER_DEVICEMAP = 2
 _CAPTURE_RELAXED = 2
+_ALREADY = contextlib.nullcontext()
 _NOT_READY = 600
 _NAME_BYTES = 256
 _MAX_PITCH, _MULTIPROCESSORS, _MAJOR, _MINOR = 11, 16, 75, 76
@@ -70,12 +72,12 @@ class CudaDriver:
         self.num_multiprocessors = self._attribute(_MULTIPROCESSORS)
         self.max_pitch_bytes = self._attribute(_MAX_PITCH)
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> AbstractContextManager[None]:
         """Make the context current for the calling thread, and what was current before it again at the end."""
-        if getattr(self._local, "ours", False):
-            yield
-            return
+        return _ALREADY if getattr(self._local, "ours", False) else self._pushed()
+
+    @contextlib.contextmanager
+    def _pushed(self) -> Iterator[None]:
         before = c_void_p()
         self.check(self.library.cuCtxGetCurrent(byref(before)), "asking for the current context")
         if before.value == self._context:
