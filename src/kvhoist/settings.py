@@ -4,6 +4,7 @@
 | --- | --- |
 | KVHOIST_DISABLE | `1` turns all of kvhoist off: engines compute as if it were not there |
 | KVHOIST_CACHE_DIR | folder for unpacked models, stores and compiled kernels; default `$XDG_CACHE_HOME/kvhoist` |
+| KVHOIST_PLATFORM | `cuda` or `rocm`: whose GPUs `cuda` devices are; default: AMD's where a HIP runtime is loaded |
 | KVHOIST_LOG_LEVEL | DEBUG, INFO, WARNING (default), ERROR or CRITICAL |
 | KVHOIST_STORE_SECRET | secret that signs stored pages, as text; at least 16 bytes |
 | KVHOIST_STORE_SECRET_FILE | file with that secret (its bytes, less one line end); not beside the variable above |
@@ -21,6 +22,7 @@ from kvhoist.errors import ConfigError
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
+_GPU_PLATFORMS = ("cuda", "rocm")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
@@ -46,6 +48,7 @@ class Settings:
     log_level: str = "WARNING"
     store_secret: bytes | None = field(default=None, repr=False)
     has_python_hash_seed: bool = False
+    gpu_platform: str = ""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -57,6 +60,7 @@ class Settings:
             log_level=_log_level(env),
             store_secret=_secret(env),
             has_python_hash_seed="PYTHONHASHSEED" in env,
+            gpu_platform=_gpu_platform(env),
         )
 
 
@@ -87,6 +91,13 @@ def _log_level(env: Mapping[str, str]) -> str:
     if level not in _LOG_LEVELS:
         raise ConfigError("KVHOIST_LOG_LEVEL is unknown", got=repr(env["KVHOIST_LOG_LEVEL"]), choices=_LOG_LEVELS)
     return level
+
+
+def _gpu_platform(env: Mapping[str, str]) -> str:
+    name = env.get("KVHOIST_PLATFORM", "").strip().lower()
+    if name not in ("", *_GPU_PLATFORMS):
+        raise ConfigError("KVHOIST_PLATFORM is unknown", got=repr(env["KVHOIST_PLATFORM"]), choices=_GPU_PLATFORMS)
+    return name
 
 
 def _secret(env: Mapping[str, str]) -> bytes | None:

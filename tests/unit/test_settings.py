@@ -45,6 +45,7 @@ def test_the_cache_folder_follows_xdg(environ: dict[str, str], expected: str) ->
         ("KVHOIST_CACHE_DIR", "relative/folder"),
         ("KVHOIST_CACHE_DIR", "/dev/null"),
         ("KVHOIST_LOG_LEVEL", "LOUD"),
+        ("KVHOIST_PLATFORM", "hip"),
         ("KVHOIST_STORE_SECRET", "short"),
         ("KVHOIST_STORE_SECRET", ""),
         ("KVHOIST_STORE_SECRET", "x" * 5000),
