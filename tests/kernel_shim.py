@@ -1,8 +1,12 @@
-"""The relayout kernel as C++ on the CPU: the same source, with threads and blocks as loops."""
+"""The relayout kernel as C++ on the CPU: the same source, with threads and blocks as loops.
+
+`build` makes a library to call; `build_code_object` one for the simulated HIP runtime, which looks at every access.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,7 +29,18 @@ static thread_local Index blockIdx, threadIdx, blockDim, gridDim;
             for (threadIdx.x = 0; threadIdx.x < block; ++threadIdx.x) name(*p); \\
     }
 LOOP(relayout16) LOOP(relayout8) LOOP(relayout4)
+extern "C" const unsigned long hipsim_parameter_bytes = sizeof(Relayout);
 """
+
+_ACCESSES = Path(__file__).parent / "hip_simulator" / "accesses.c"
+_REPORTING = {
+    "g++": ["--param=asan-instrumentation-with-call-threshold=0", "--param=asan-stack=0", "--param=asan-globals=0"],
+    "clang": [
+        *("-mllvm", "-asan-instrumentation-with-call-threshold=0"),
+        *("-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0"),
+    ],
+}
+"""Options that make a compiler call a function before each access, as address sanitizers for kernels want it."""
 
 
 def compiler() -> str | None:
@@ -35,15 +50,36 @@ def compiler() -> str | None:
 
 def build(folder: Path, source: str | None = None) -> ctypes.CDLL:
     """Compile the kernel (or a changed `source` of it) into a library that loops over blocks and threads."""
+    library = folder / "relayout.so"
+    _compile(folder, source, library, ["-O1"])
+    return ctypes.CDLL(str(library))
+
+
+def build_code_object(folder: Path, source: str | None = None) -> Path:
+    """As `build`, with every access reported to whoever calls `hipsim_bind`."""
+    found = compiler()
+    assert found is not None, "no C++ compiler"
+    reporting = _REPORTING["clang" if "clang" in Path(os.path.realpath(found)).name else "g++"]
+    library, accesses = folder / "relayout.co", folder / "accesses.o"
+    # The index variables lie in thread-local memory, which then is part of a thread's stack.
+    options = ["-O2", "-fsanitize=kernel-address", *reporting, "-ftls-model=initial-exec", "-Wl,-Bsymbolic"]
+    _run([found, "-x", "c", "-O2", "-fPIC", "-c", str(_ACCESSES), "-o", str(accesses)])
+    _compile(folder, source, library, [*options, str(accesses)])
+    return library
+
+
+def _compile(folder: Path, source: str | None, library: Path, options: list[str]) -> None:
     found = compiler()
     assert found is not None, "no C++ compiler"
     (folder / "relayout.cuh").write_text(SOURCE.read_text() if source is None else source)
     (folder / "shim.cpp").write_text(_SHIM)
-    library = folder / "relayout.so"
     defines = [f"-D{name}={value}" for name, value in DEFINES.items()]
-    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", *defines]
-    subprocess.run([found, *options, str(folder / "shim.cpp"), "-o", str(library)], check=True, timeout=120)
-    return ctypes.CDLL(str(library))
+    common = ["-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", *defines]
+    _run([found, *common, str(folder / "shim.cpp"), *options, "-o", str(library)])
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, timeout=120)
 
 
 def run(library: ctypes.CDLL, word_bytes: int, parameters: RelayoutParameters, grid: int, block: int) -> None:

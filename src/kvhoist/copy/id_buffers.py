@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class IdBuffers:
             found = next(fitting, None)
             buffer = self._buffers.pop(found) if found is not None else None
         if buffer is None:
-            host = np.zeros(8 * max(_LEAST_IDS, 1 << (len(ids) - 1).bit_length()), dtype=np.uint8)
+            host = _whole_pages(8 * max(_LEAST_IDS, 1 << (len(ids) - 1).bit_length()))
             buffer = IdBuffer(
                 host, region_of(host).address, self._allocate(host.nbytes), self._register(region_of(host))
             )
@@ -79,6 +80,11 @@ class IdBuffers:
         for buffer in self._buffers:
             close_registration(buffer.registration)
         self._buffers.clear()
+
+
+def _whole_pages(num_bytes: int) -> ByteArray:
+    """Return memory that shares no page with other memory: pages are what a runtime pins, and unpins."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
 
 
 def _is_free(buffer: IdBuffer) -> bool:

@@ -42,7 +42,7 @@ _FEW_COPIES = 1
 
 
 class GpuRegistration:
-    """Host memory pinned for the GPU, until `close`. Raises DeviceError where that is refused; nothing is pinned then."""
+    """Host memory pinned for the GPU, until `close`. Raises DeviceError where it is refused; then none is pinned."""
 
     def __init__(self, driver: GpuDriver, region: MemoryRegion) -> None:
         self._driver = driver
