@@ -11,7 +11,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from kvhoist.copy.relayout import DEFINES, SOURCE, WORDS, RelayoutParameters
+from kvhoist.copy.relayout import SOURCE, RelayoutParameters
+from kvhoist.copy.rounds import DEFINES, WORDS
 
 _SHIM = """
 #define KVHOIST_CPU

@@ -100,6 +100,7 @@ class Binding:
                 io=self.io,
                 io_backend=config.io_backend,
                 staging_bytes=int(config.staging_bytes),
+                block_quota=config.block_quota,
                 debug_verify=config.debug_verify,
             )
             undo.pop_all()

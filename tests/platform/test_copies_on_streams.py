@@ -48,6 +48,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, pause_s: float = 0.0) -> None:
         self.library = library
         self.pause_s = pause_s
+        self.grids: list[int] = []
 
     def prepare(self, kernel: str, parameters: Any) -> Any:
         word = int(kernel.removeprefix("relayout"))
@@ -56,6 +57,7 @@ class Kernels:
             @staticmethod
             def launch(grid: int, block: int, stream: FakeStream) -> None:
                 now = type(parameters).from_buffer_copy(parameters)
+                self.grids.append(grid)
                 stream.enqueue(lambda: time.sleep(self.pause_s))
                 stream.enqueue(lambda: kernel_shim.run(self.library, word, now, grid, block))
 
@@ -79,7 +81,8 @@ class Rank:
         self.device: DeviceCache = replace(read, buffers=regions, device=GPU)
         self.arena = HostArena(GROUP, num_pages=NUM_PAGES)
         self.arena.buffer[:] = rng.integers(0, 256, self.arena.num_bytes, dtype=np.uint8)
-        self.platform = FakePlatform(Kernels(library, pause_s), list(regions))
+        self.kernels = Kernels(library, pause_s)
+        self.platform = FakePlatform(self.kernels, list(regions))
         self.answers: list[Completion] = []
         self.mover = Mover(
             GROUP,
@@ -282,6 +285,14 @@ def test_a_cache_on_another_device_is_refused(library: ctypes.CDLL) -> None:
         elsewhere = replace(rank.device, device=replace(GPU, index=1))
         with pytest.raises(ConfigError, match=r"tensors on fake:1, a platform of fake:0"):
             Mover(GROUP, elsewhere, rank.arena, platform=rank.platform, on_complete=print)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("quota", "grid"), [(None, 2), (1, 1), (5, 5)])
+def test_mapped_takes_no_more_blocks_than_its_quota(library: ctypes.CDLL, quota: int | None, grid: int) -> None:
+    """The platform's, 2 here, where none is set."""
+    with Rank(library, io_backend="mapped", block_quota=quota) as rank:
+        rank.submit(JobKind.OFFLOAD, *rank.picked(19, 0)).result(DEADLINE_S)
+        assert max(rank.kernels.grids) == grid
 
 
 def test_a_ring_too_small_for_a_page_is_refused(library: ctypes.CDLL) -> None:

@@ -14,7 +14,8 @@ import pytest
 from kvhoist.copy.nests import End, Nest
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
-from kvhoist.copy.relayout import SOURCE, WORDS, Relayout, word_bytes_of
+from kvhoist.copy.relayout import SOURCE, Relayout, word_bytes_of
+from kvhoist.copy.rounds import WORDS
 from kvhoist.device_layout import read_device_layout
 from kvhoist.errors import ConfigError
 from kvhoist.geometry import CacheGeometry, CacheGroup

@@ -7,7 +7,8 @@ from types import TracebackType
 from kvhoist.copy.code_cache import CodeCache
 from kvhoist.copy.id_buffers import IdBuffers
 from kvhoist.copy.jit import compile_kernels
-from kvhoist.copy.relayout import DEFINES, NAME, SOURCE
+from kvhoist.copy.relayout import NAME, SOURCE
+from kvhoist.copy.rounds import DEFINES
 from kvhoist.platform.base import Platform
 
 

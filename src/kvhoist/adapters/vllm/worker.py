@@ -77,6 +77,7 @@ class WorkerSide:
                 shard=place.shard,
                 io_backend=options.io_backend,
                 staging_bytes=options.staging_bytes,
+                block_quota=options.block_quota,
                 debug_verify=options.debug_verify,
                 persists=place.persists and options.persists,
                 early_persist=True,
