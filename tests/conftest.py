@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from kvhoist.copy import device_kernels
 from kvhoist.platform import open as platform_open
+from kvhoist.platform.rocm_library import loaded_hip
 
 # Deadlines would judge a machine that runs several tests at once, not the code.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,9 +38,9 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_gpu_that_another_test_simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has loaded the simulated HIP runtime holds it for ever."""
-    if "hip_simulator" in sys.modules and "hip" not in request.fixturenames:
+def _no_gpu_that_another_test_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has loaded the simulated HIP runtime holds it for ever; only tests with `hip` see it."""
+    if "hip_simulator" in sys.modules:
         monkeypatch.setattr(platform_open, "loaded_hip", lambda: ())
 
 
@@ -53,6 +54,7 @@ def hip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     found = simulator()
     found.repair()
+    monkeypatch.setattr(platform_open, "loaded_hip", loaded_hip)
 
     class Compiled:
         image = found.image
