@@ -45,7 +45,7 @@ def _no_gpu_that_another_test_simulated(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def hip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def hip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The simulated HIP runtime, with kernels compiled for it. After the test nothing may be left alive in it, and no
     access may have been wrong."""
     if kernel_shim.compiler() is None:
@@ -61,6 +61,7 @@ def hip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(device_kernels, "compile_kernels", lambda *_, **__: Compiled())
     yield found
+    request.node.funcargs.clear()  # a platform that the test was given keeps its spare events
     gc.collect()
     message, live = found.message, found.live()
     found.repair()

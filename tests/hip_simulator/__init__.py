@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ class Simulator:
         """Let call number `after` from now on answer `code`, once."""
         assert self.library.hipsim_fail(call.encode(), after, code) == 0
 
+    @property
+    def num_pending(self) -> int:
+        """How many failures no call has come to yet."""
+        return int(self.library.hipsim_pending())
+
     def break_device(self, code: int = ILLEGAL_ADDRESS) -> None:
         self.library.hipsim_break(code)
 
@@ -85,6 +91,10 @@ class Simulator:
 
     def calls(self, name: str) -> int:
         return int(self.library.hipsim_calls(name.encode()))
+
+    def last_error(self) -> int:
+        """Return what the calling thread's next reader would find, and forget it."""
+        return int(self.library.hipGetLastError())
 
     def live(self) -> dict[str, int]:
         """Return what was made and not given back, by kind."""
@@ -121,3 +131,9 @@ def on_device(cache: DeviceCache, platform: GpuPlatform) -> DeviceCache:
     buffers = tuple(MemoryRegion(r.address, r.num_bytes, platform.device, r.owner) for r in cache.buffers)
     assert cache.device == CPU
     return replace(cache, buffers=buffers, device=platform.device)
+
+
+def in_thread(work: Callable[[], object], timeout_s: float = 30) -> None:
+    """Do `work` in a thread of its own, and raise what it raised."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result(timeout_s)

@@ -70,6 +70,9 @@ int hipsim_fail(const char* name, long after, int code) {
     return fits ? 0 : -1;
 }
 
+/* How many failures no call has come to yet. */
+int hipsim_pending(void) { return num_failures; }
+
 /* Break the device: what is queued is dropped, and every call answers `code`. */
 void hipsim_break(int code) { sim_break(code, "told to"); }
 

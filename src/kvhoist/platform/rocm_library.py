@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 _SONAMES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so")
 
-_MAPPED = re.compile(r"^[^/\n]*(/.*/libamdhip64(?:-[0-9a-f]+)?\.so[.\d]*)$", re.MULTILINE)
+_MAPPED = re.compile(r"/.*/libamdhip64(?:-[0-9a-f]+)?\.so[.\d]*$")
 
 
 def loaded_hip() -> tuple[str, ...]:
@@ -23,7 +23,8 @@ def loaded_hip() -> tuple[str, ...]:
         maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     except OSError:
         return ()
-    return tuple(dict.fromkeys(_MAPPED.findall(maps)))
+    found = (_MAPPED.search(line) for line in maps.splitlines() if "libamdhip64" in line)
+    return tuple(dict.fromkeys(match[0] for match in found if match))
 
 
 def load_hip() -> ctypes.CDLL:
