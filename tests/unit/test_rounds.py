@@ -1,0 +1,168 @@
+"""The copy-round rule: the same answer from the rule, the host's screen and the kernel's constants, for every row."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import kernel_shim
+import numpy as np
+import pytest
+
+from kvhoist.copy.choose import choose_engines
+from kvhoist.copy.nests import Axis, End, Nest
+from kvhoist.copy.plan import CopyPlan
+from kvhoist.copy.relayout import RelayoutParameters, word_bytes_of
+from kvhoist.copy.rounds import DEFINES, GROUP_THREADS, MAX_LOOPS, UNROLL, UNROLLS, CopyRounds, rounds_for, rounds_of
+from kvhoist.device_layout import read_device_layout
+from kvhoist.errors import ConfigError
+from kvhoist.geometry import CacheGeometry
+from kvhoist.layout import HostOrder, host_layout
+from kvhoist.platform.base import Device, MemoryRegion
+from kvhoist.platform.cuda import CAPABILITIES
+
+MOST = 8192
+BRANCHES = ("nvidia", "amd")
+NUM_ROWS, GUARD = 3, 64
+
+TABLE = """
+template <i64 FIRST, i64 COUNT> struct Table {
+    static void fill(u32* out) {
+        Table<FIRST, COUNT / 2>::fill(out);
+        Table<FIRST + COUNT / 2 * 4, COUNT - COUNT / 2>::fill(out + COUNT / 2 * 4);
+    }
+};
+template <i64 ROW> struct Table<ROW, 1> {
+    static void fill(u32* out) {
+        typedef Rounds<ROW> R;
+        out[0] = R::word_bytes; out[1] = R::round_bytes; out[2] = R::pieces; out[3] = R::tail_bytes;
+    }
+};
+extern "C" void constants(u32* out) { Table<4, COUNT_OF_ROWS>::fill(out); }
+""".replace("COUNT_OF_ROWS", str(MOST // 4))
+
+
+class Offered:
+    name, device, capabilities = "offered", Device("cuda"), CAPABILITIES
+
+
+def built(folder: Path, branch: str, **options: object) -> ctypes.CDLL:
+    if kernel_shim.compiler(rocm=branch == "amd") is None:
+        pytest.skip(f"no compiler here for the branch of {branch}")
+    return kernel_shim.build(folder, rocm=branch == "amd", **options)  # type: ignore[arg-type]
+
+
+def row_nest(row_bytes: int) -> Nest:
+    end = End(0, 0, row_bytes)
+    return Nest(end, end, row_bytes)
+
+
+def moves_whole(library: ctypes.CDLL, row_bytes: int, word_bytes: int) -> bool:
+    """Gather rows that lie twice their length apart, and tell whether they came whole and nothing else was written."""
+    source, target = (_aligned(2 * row_bytes * NUM_ROWS + GUARD) for _ in range(2))
+    source[:] = np.random.default_rng(row_bytes).integers(0, 256, len(source), dtype=np.uint8)
+    target[:] = 0xEE
+    place = np.array([_address(source), _address(target)], dtype=np.int64)
+    parameters = RelayoutParameters(
+        places=_address(place), num_places=1, num_steps=NUM_ROWS, run_bytes=row_bytes, length=(1, 1, 1, 1)
+    )
+    parameters.src.unit_stride, parameters.dst.unit_stride = 2 * row_bytes, row_bytes
+    parameters.src.per_unit = parameters.dst.per_unit = 1
+    kernel_shim.run(library, word_bytes, parameters, 1, 2 * GROUP_THREADS)
+    rows = source[: 2 * row_bytes * NUM_ROWS].reshape(NUM_ROWS, 2, row_bytes)[:, 0]
+    end = row_bytes * NUM_ROWS
+    return bool((target[:end] == rows.reshape(-1)).all() and (target[end:] == 0xEE).all())
+
+
+def _aligned(num_bytes: int) -> np.ndarray:
+    raw = np.zeros(num_bytes + 16, dtype=np.uint8)
+    start = -_address(raw) % 16
+    return raw[start : start + num_bytes]
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize("unroll", UNROLLS)
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_rule_screen_constants_and_kernel_agree_on_every_row(tmp_path: Path, branch: str, unroll: int) -> None:
+    library = built(tmp_path, branch, defines={**DEFINES, "UNROLL": unroll}, more=TABLE)
+    constants = np.zeros((MOST // 4, 4), dtype=np.uint32)
+    library.constants(ctypes.c_void_p(_address(constants)))
+    for row_bytes in range(1, MOST + 1):
+        rounds = rounds_for(row_bytes, unroll=unroll)
+        if row_bytes % 4:
+            assert rounds is None
+            with pytest.raises(ConfigError, match="multiples of 4 B"):
+                word_bytes_of([row_nest(row_bytes)])
+            continue
+        assert rounds is not None, f"{row_bytes} B has no path"
+        cut = (rounds.word_bytes, rounds.round_bytes, rounds.pieces_of(row_bytes), rounds.tail_bytes_of(row_bytes))
+        assert cut == tuple(constants[row_bytes // 4 - 1].tolist()), row_bytes
+        assert word_bytes_of([row_nest(row_bytes)]) == rounds.word_bytes
+        assert moves_whole(library, row_bytes, rounds.word_bytes), row_bytes
+
+
+@pytest.mark.parametrize("row_bytes", [1, 2, 6, 574, 577, 578, 1150, MOST - 2])
+def test_a_row_wrongly_admitted_does_not_compile(tmp_path: Path, row_bytes: int) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        built(tmp_path, "nvidia", more=f"u32 wrong = Rounds<{row_bytes}>::round_bytes;")
+    assert "no word of 16, 8 or 4 bytes divides this row" in caught.value.stderr
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("WORDS", "16,8,4,2", "the host admits rows that no word moves"),
+        ("WORDS", "32,16,8,4", "the host admits rows that no word moves"),
+        ("WORDS", "16,8", "the host refuses rows that a word moves"),
+        ("GROUP_THREADS", 64, "a copy group is 32 threads"),
+        ("UNROLL", 3, "rounds of a piece"),
+        ("MAX_BLOCK_THREADS", 1000, "a block is whole groups"),
+    ],
+)
+def test_constants_of_another_rule_do_not_compile(
+    tmp_path: Path, branch: str, name: str, value: int | str, message: str
+) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        built(tmp_path, branch, defines={**DEFINES, name: value})
+    assert message in caught.value.stderr
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "word", "round_bytes", "lanes_of_last_round"),
+    [(576, 16, 512, 4), (1152, 16, 512, 8), (132, 4, 128, 1), (584, 8, 256, 9), (8, 8, 256, 1), (4, 4, 128, 1)],
+)
+def test_boundary_rows(row_bytes: int, word: int, round_bytes: int, lanes_of_last_round: int) -> None:
+    """576 B is MLA's row in fp8, 1,152 B in bf16, 132 B an indexer's."""
+    rounds = rounds_for(row_bytes)
+    assert rounds == CopyRounds(word, UNROLL)
+    assert rounds.round_bytes == round_bytes
+    assert row_bytes % round_bytes // word == lanes_of_last_round
+    assert rounds.piece_bytes == UNROLL * round_bytes
+
+
+def test_places_narrow_the_word_and_too_many_loops_have_no_path() -> None:
+    end = End(0, 0, 4096)
+    for offset, word in ((16, 16), (8, 8), (4, 4)):
+        assert rounds_of([Nest(end, End(0, offset, 4096), 48)]) == CopyRounds(word)
+    deep = Nest(end, end, 16, (Axis(2, 64, 64),) * (MAX_LOOPS + 1))
+    assert rounds_of([deep]) is None
+    with pytest.raises(ConfigError, match=f"{MAX_LOOPS + 1} loops; expected multiples of 4 B in at most 4 loops"):
+        word_bytes_of([deep])
+
+
+@pytest.mark.parametrize("row_bytes", [2, 4, 576, 578, 1152])
+@pytest.mark.parametrize("shift", [0, 2, 4])
+def test_auto_takes_a_kernel_where_and_only_where_the_kernels_can(row_bytes: int, shift: int) -> None:
+    """By the rows and by where the cache's tensors lie: at `shift` bytes from an aligned address."""
+    group = CacheGeometry.attention(1, k_row_bytes=row_bytes, v_row_bytes=0, page_tokens=1).groups[0]
+    tensor = np.zeros((4, 1, row_bytes), dtype=np.uint8)
+    cache = read_device_layout(group, {"k": [tensor]}, "block token dim").layout
+    plan = CopyPlan.make(host_layout(group, 4, HostOrder.PAGE_FIRST_DIRECT), cache)
+    region = MemoryRegion(4096 + shift, tensor.nbytes, Device("cuda"))
+    (choice, *_) = choose_engines(plan, Offered(), loads=True, staging_bytes=1 << 30, device=(region,))
+    assert (choice.engine == "dma") == bool(row_bytes % 4 or shift % 4)
