@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import kernel_shim
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from kvhoist.copy.choose import choose_engines
 from kvhoist.copy.nests import Axis, End, Nest
 from kvhoist.copy.plan import CopyPlan
-from kvhoist.copy.relayout import RelayoutParameters, word_bytes_of
+from kvhoist.copy.relayout import SOURCE, RelayoutParameters, word_bytes_of
 from kvhoist.copy.rounds import DEFINES, GROUP_THREADS, MAX_LOOPS, UNROLL, UNROLLS, CopyRounds, rounds_for, rounds_of
 from kvhoist.device_layout import read_device_layout
 from kvhoist.errors import ConfigError
@@ -26,31 +28,26 @@ MOST = 8192
 BRANCHES = ("nvidia", "amd")
 NUM_ROWS, GUARD = 3, 64
 
-TABLE = """
-template <i64 FIRST, i64 COUNT> struct Table {
-    static void fill(u32* out) {
-        Table<FIRST, COUNT / 2>::fill(out);
-        Table<FIRST + COUNT / 2 * 4, COUNT - COUNT / 2>::fill(out + COUNT / 2 * 4);
-    }
-};
-template <i64 ROW> struct Table<ROW, 1> {
-    static void fill(u32* out) {
-        typedef Rounds<ROW> R;
-        out[0] = R::word_bytes; out[1] = R::round_bytes; out[2] = R::pieces; out[3] = R::tail_bytes;
-    }
-};
-extern "C" void constants(u32* out) { Table<4, COUNT_OF_ROWS>::fill(out); }
-""".replace("COUNT_OF_ROWS", str(MOST // 4))
+CONSTANTS = """
+template <i64 ROW> static void row(u32* out) {
+    typedef Rounds<ROW> R;
+    out[0] = R::word_bytes; out[1] = R::round_bytes; out[2] = R::pieces; out[3] = R::tail_bytes;
+}
+extern "C" void constants(u32* out) { %s }
+"""
 
 
 class Offered:
     name, device, capabilities = "offered", Device("cuda"), CAPABILITIES
 
 
-def built(folder: Path, branch: str, **options: object) -> ctypes.CDLL:
+def built(folder: Path, branch: str, rows: Sequence[int] = (), **options: Any) -> ctypes.CDLL:
+    """Compile a branch of the kernel, and a function that writes its constants for `rows`, those that have any."""
     if kernel_shim.compiler(rocm=branch == "amd") is None:
         pytest.skip(f"no compiler here for the branch of {branch}")
-    return kernel_shim.build(folder, rocm=branch == "amd", **options)  # type: ignore[arg-type]
+    calls = (f"row<{row}>(out + {4 * i});" for i, row in enumerate(row for row in rows if row % 4 == 0))
+    more = CONSTANTS.replace("%s", "\n".join(calls))
+    return kernel_shim.build(folder, rocm=branch == "amd", **{"more": more, **options})
 
 
 def row_nest(row_bytes: int) -> Nest:
@@ -85,24 +82,59 @@ def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
+def rows_in_dispute(library: ctypes.CDLL, unroll: int, rows: Sequence[int]) -> list[int]:
+    """Return the rows for which the rule, the screen of the engines, the kernel's constants (the library was built for
+    these rows) and what the kernel does are not all the same."""
+    constants = np.zeros((len(rows), 4), dtype=np.uint32)
+    library.constants(ctypes.c_void_p(_address(constants)))
+    compiled = iter(constants.tolist())
+    found = []
+    for row_bytes in rows:
+        rounds, screened = rounds_for(row_bytes, unroll=unroll), _screened(row_bytes)
+        if row_bytes % 4:
+            agreed = rounds is None and screened is None
+        else:
+            assert rounds is not None, f"{row_bytes} B has no path"
+            cut = [rounds.word_bytes, rounds.round_bytes, rounds.pieces_of(row_bytes), rounds.tail_bytes_of(row_bytes)]
+            agreed = cut == next(compiled) and screened == rounds.word_bytes
+            agreed = agreed and moves_whole(library, row_bytes, rounds.word_bytes)
+        if not agreed:
+            found.append(row_bytes)
+    return found
+
+
+def _screened(row_bytes: int) -> int | None:
+    try:
+        return word_bytes_of([row_nest(row_bytes)])
+    except ConfigError:
+        return None
+
+
 @pytest.mark.parametrize("unroll", UNROLLS)
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_rule_screen_constants_and_kernel_agree_on_every_row(tmp_path: Path, branch: str, unroll: int) -> None:
-    library = built(tmp_path, branch, defines={**DEFINES, "UNROLL": unroll}, more=TABLE)
-    constants = np.zeros((MOST // 4, 4), dtype=np.uint32)
-    library.constants(ctypes.c_void_p(_address(constants)))
-    for row_bytes in range(1, MOST + 1):
-        rounds = rounds_for(row_bytes, unroll=unroll)
-        if row_bytes % 4:
-            assert rounds is None
-            with pytest.raises(ConfigError, match="multiples of 4 B"):
-                word_bytes_of([row_nest(row_bytes)])
-            continue
-        assert rounds is not None, f"{row_bytes} B has no path"
-        cut = (rounds.word_bytes, rounds.round_bytes, rounds.pieces_of(row_bytes), rounds.tail_bytes_of(row_bytes))
-        assert cut == tuple(constants[row_bytes // 4 - 1].tolist()), row_bytes
-        assert word_bytes_of([row_nest(row_bytes)]) == rounds.word_bytes
-        assert moves_whole(library, row_bytes, rounds.word_bytes), row_bytes
+    rows = range(1, MOST + 1)
+    library = built(tmp_path, branch, rows, defines={**DEFINES, "UNROLL": unroll})
+    assert rows_in_dispute(library, unroll, rows) == []
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(words + PIECE_WORDS - 1)", "(words + PIECE_WORDS)"),
+        ("ROW_BYTES % (word_bytes * PIECE_WORDS)", "ROW_BYTES % (word_bytes * GROUP_THREADS)"),
+        ("k < run_words", "k + 1 < run_words"),
+        ("k < run_words", "k <= run_words"),
+        ("pieces_of(run_words);", "run_words / PIECE_WORDS;"),
+    ],
+)
+def test_a_kernel_with_another_rule_is_noticed(tmp_path: Path, branch: str, right: str, wrong: str) -> None:
+    text = SOURCE.read_text()
+    assert text.count(right) == 1
+    rows = (1152, 4096, 8192)
+    library = built(tmp_path, branch, rows, source=text.replace(right, wrong))
+    assert rows_in_dispute(library, UNROLL, rows)
 
 
 @pytest.mark.parametrize("row_bytes", [1, 2, 6, 574, 577, 578, 1150, MOST - 2])
@@ -155,14 +187,17 @@ def test_places_narrow_the_word_and_too_many_loops_have_no_path() -> None:
         word_bytes_of([deep])
 
 
-@pytest.mark.parametrize("row_bytes", [2, 4, 576, 578, 1152])
-@pytest.mark.parametrize("shift", [0, 2, 4])
-def test_auto_takes_a_kernel_where_and_only_where_the_kernels_can(row_bytes: int, shift: int) -> None:
+@pytest.mark.parametrize(("shift", "step"), [(0, 1), (2, 100), (4, 100), (16, 100)])
+def test_auto_takes_a_kernel_where_and_only_where_the_kernels_can(shift: int, step: int) -> None:
     """By the rows and by where the cache's tensors lie: at `shift` bytes from an aligned address."""
-    group = CacheGeometry.attention(1, k_row_bytes=row_bytes, v_row_bytes=0, page_tokens=1).groups[0]
-    tensor = np.zeros((4, 1, row_bytes), dtype=np.uint8)
-    cache = read_device_layout(group, {"k": [tensor]}, "block token dim").layout
-    plan = CopyPlan.make(host_layout(group, 4, HostOrder.PAGE_FIRST_DIRECT), cache)
-    region = MemoryRegion(4096 + shift, tensor.nbytes, Device("cuda"))
-    (choice, *_) = choose_engines(plan, Offered(), loads=True, staging_bytes=1 << 30, device=(region,))
-    assert (choice.engine == "dma") == bool(row_bytes % 4 or shift % 4)
+    wrong = []
+    for row_bytes in range(1, MOST + 1, step):
+        group = CacheGeometry.attention(1, k_row_bytes=row_bytes, v_row_bytes=0, page_tokens=1).groups[0]
+        tensor = np.zeros((2, 1, row_bytes), dtype=np.uint8)
+        cache = read_device_layout(group, {"k": [tensor]}, "block token dim").layout
+        plan = CopyPlan.make(host_layout(group, 2, HostOrder.PAGE_FIRST_DIRECT), cache)
+        region = MemoryRegion(4096 + shift, tensor.nbytes, Device("cuda"))
+        (choice, *_) = choose_engines(plan, Offered(), loads=True, staging_bytes=1 << 30, device=(region,))
+        if (choice.engine == "dma") != bool(row_bytes % 4 or shift % 4):
+            wrong.append(row_bytes)
+    assert wrong == []
