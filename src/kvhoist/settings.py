@@ -8,6 +8,7 @@
 | KVHOIST_LOG_LEVEL | DEBUG, INFO, WARNING (default), ERROR or CRITICAL |
 | KVHOIST_STORE_SECRET | secret that signs stored pages, as text; at least 16 bytes |
 | KVHOIST_STORE_SECRET_FILE | file with that secret (its bytes, less one line end); not beside the variable above |
+| ROCM_PATH | ROCm's own: the folder of its installation; default `/opt/rocm` |
 | PYTHONHASHSEED | Python's own; older vLLM releases seed their block hashes from it, at random without it |
 """
 
@@ -49,6 +50,7 @@ class Settings:
     store_secret: bytes | None = field(default=None, repr=False)
     has_python_hash_seed: bool = False
     gpu_platform: str = ""
+    rocm_path: Path = Path("/opt/rocm")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -61,6 +63,7 @@ class Settings:
             store_secret=_secret(env),
             has_python_hash_seed="PYTHONHASHSEED" in env,
             gpu_platform=_gpu_platform(env),
+            rocm_path=Path(env.get("ROCM_PATH") or "/opt/rocm"),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any
 import kernel_shim
 import numpy as np
 
+from kvhoist.copy.rounds import DEFINES
 from kvhoist.device_layout import DeviceCache
 from kvhoist.platform.base import CPU, MemoryRegion, Platform
 from kvhoist.platform.cpu import host_view
@@ -31,6 +33,38 @@ _SOURCES = ("devices.c", "faults.c", "memory.c", "streams.c")
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
+_REPORTING = {
+    "g++": ["--param=asan-instrumentation-with-call-threshold=0", "--param=asan-stack=0", "--param=asan-globals=0"],
+    "clang": [
+        *("-mllvm", "-asan-instrumentation-with-call-threshold=0"),
+        *("-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0"),
+    ],
+}
+"""Options that make a compiler call a function before each access, as address sanitizers for kernels want it."""
+
+
+def build_code_object(folder: Path) -> Path:
+    """Compile the kernels of the repository into a library whose every access is reported to the simulator."""
+    found = kernel_shim.compiler()
+    assert found is not None, "no C++ compiler"
+    (folder / "relayout.cuh").write_text(kernel_shim.SOURCE.read_text())
+    more = 'extern "C" const unsigned long hipsim_parameter_bytes = sizeof(Relayout);\n'
+    (folder / "shim.cpp").write_text(kernel_shim.SHIM + more)
+    library, accesses = folder / "relayout.co", folder / "accesses.o"
+    macros = [f"-D{name}={value}" for name, value in DEFINES.items()]
+    reporting = _REPORTING["clang" if "clang" in Path(os.path.realpath(found[0])).name else "g++"]
+    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", *macros]
+    # The index variables lie in thread-local memory, which then is part of a thread's stack.
+    options += ["-fsanitize=kernel-address", *reporting, "-ftls-model=initial-exec", "-Wl,-Bsymbolic"]
+    _run([*found, "-x", "c", "-O2", "-fPIC", "-c", str(_FOLDER / "accesses.c"), "-o", str(accesses)])
+    _run([*found, *options, str(folder / "shim.cpp"), str(accesses), "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, timeout=120)
+
+
 class Simulator:
     """The library, loaded: from here on this process holds a HIP runtime, until its end."""
 
@@ -40,16 +74,14 @@ class Simulator:
         assert compiler is not None, "no C compiler"
         options = ["-std=gnu11", "-O2", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
         sources = [str(_FOLDER / name) for name in _SOURCES]
-        subprocess.run(
-            [compiler, *options, *sources, "-o", str(self.path), "-lpthread", "-ldl"], check=True, timeout=120
-        )
+        _run([compiler, *options, *sources, "-o", str(self.path), "-lpthread", "-ldl"])
         self.library = ctypes.CDLL(str(self.path))
         self.library.hipsim_live.restype = self.library.hipsim_calls.restype = ctypes.c_long
         self.library.hipsim_message.restype = ctypes.c_char_p
         self.library.hipsim_pause.argtypes = (ctypes.c_uint64, ctypes.c_uint, ctypes.c_uint)
         self.library.hipsim_fail.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_int)
         self.library.hipLaunchHostFunc.argtypes = (ctypes.c_void_p, _HOST_FUNCTION, ctypes.c_void_p)
-        self.image = self.image_of(kernel_shim.build_code_object(folder))
+        self.image = self.image_of(build_code_object(folder))
         self._calls: dict[int, Any] = {}
         self.repair()
 

@@ -20,6 +20,11 @@ def test_an_empty_environment_has_defaults() -> None:
     assert settings.store_secret is None
 
 
+@pytest.mark.parametrize(("text", "expected"), [("/usr/rocm", "/usr/rocm"), ("", "/opt/rocm")])
+def test_rocm_lies_where_its_own_variable_says(text: str, expected: str) -> None:
+    assert Settings.from_env({"ROCM_PATH": text, "HOME": "/h"}).rocm_path == Path(expected)
+
+
 @pytest.mark.parametrize(("text", "disabled"), [("1", True), ("true", True), ("ON", True), ("0", False), ("", False)])
 def test_disable_is_read(text: str, disabled: bool) -> None:
     assert Settings.from_env({"KVHOIST_DISABLE": text, "HOME": "/h"}).disabled is disabled

@@ -46,7 +46,7 @@ template <u32... ADMITTED> struct Host {
     static_assert(((word_of(ADMITTED) == ADMITTED) && ...), "the host admits rows that no word moves");
     static_assert(has(16) && has(8) && has(4), "the host refuses rows that a word moves");
 };
-template struct Host<WORDS>;
+static_assert(sizeof(Host<WORDS>) > 0, "both rules are compared");
 
 #ifdef USE_ROCM  // single wide accesses with the non-temporal hint, which need vectors of the compiler's own
 typedef u32 Word16 __attribute__((ext_vector_type(4)));
