@@ -66,6 +66,15 @@ def shapes() -> list[Shape]:
     ]
 
 
+SMALL = Shape(
+    "small",
+    CacheGeometry.attention(3, k_row_bytes=64, v_row_bytes=32, page_tokens=8, blocks_per_page=2).groups[0],
+    "block token dim",
+    {"k": (-1, 4, 64), "v": (-1, 4, 32)},
+)
+"""Three layers that may arrive one after the other, in pages of 4 KiB."""
+
+
 class DeviceRank:
     """Random bytes in a cache of `num_blocks` blocks and an arena of `host_pages` pages; all of both is compared."""
 
@@ -79,7 +88,12 @@ class DeviceRank:
             for component in self.group.components
         }
         self.device = self._read()
-        self.arena = HostArena(self.group, num_pages=host_pages, order=HostOrder(order or "page_first_direct"))
+        self.arena = HostArena(
+            self.group,
+            num_pages=host_pages,
+            order=HostOrder(order or "page_first_direct"),
+            allocate=self.platform.allocate_host,
+        )
         self.arena.buffer[:] = np.random.default_rng(1).integers(0, 256, self.arena.num_bytes, dtype=np.uint8)
         self.answers: list[Completion] = []
         self.mover = Mover(

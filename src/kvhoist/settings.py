@@ -9,6 +9,7 @@
 | KVHOIST_STORE_SECRET | secret that signs stored pages, as text; at least 16 bytes |
 | KVHOIST_STORE_SECRET_FILE | file with that secret (its bytes, less one line end); not beside the variable above |
 | ROCM_PATH | ROCm's own: the folder of its installation; default `/opt/rocm` |
+| HSA_USERPTR_FOR_PAGED_MEM | ROCm's own; `0` from the process's start: the driver owns the host tier's memory |
 | PYTHONHASHSEED | Python's own; older vLLM releases seed their block hashes from it, at random without it |
 """
 
@@ -50,6 +51,7 @@ class Settings:
     store_secret: bytes | None = field(default=None, repr=False)
     has_python_hash_seed: bool = False
     gpu_platform: str = ""
+    driver_owned_host_memory: bool = False
     rocm_path: Path = Path("/opt/rocm")
 
     @classmethod
@@ -63,6 +65,7 @@ class Settings:
             store_secret=_secret(env),
             has_python_hash_seed="PYTHONHASHSEED" in env,
             gpu_platform=_gpu_platform(env),
+            driver_owned_host_memory=env.get("HSA_USERPTR_FOR_PAGED_MEM") == "0",  # as ROCm reads it: no other value
             rocm_path=Path(env.get("ROCM_PATH") or "/opt/rocm"),
         )
 

@@ -26,7 +26,7 @@ from kvhoist.platform.gpu import GpuPlatform
 
 OUT_OF_MEMORY, ILLEGAL_ADDRESS, NOT_SUPPORTED = 2, 700, 801
 ARCH = "gfx942"
-KINDS = ("allocations", "events", "modules", "registrations", "streams")
+KINDS = ("allocations", "events", "host allocations", "modules", "registrations", "streams")
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("devices.c", "faults.c", "memory.c", "streams.c")

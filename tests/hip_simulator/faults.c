@@ -17,7 +17,8 @@ static long live[NUM_KINDS];
 static int broken;
 static char message[256];
 static _Thread_local int last_error;
-static const char* const kinds[NUM_KINDS] = {"allocations", "events", "modules", "registrations", "streams"};
+static const char* const kinds[NUM_KINDS] = {
+    "allocations", "events", "host allocations", "modules", "registrations", "streams"};
 
 int sim_enter(Site* site) {
     int code = 0;

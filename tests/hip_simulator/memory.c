@@ -11,8 +11,9 @@
 
 typedef struct {
     uintptr_t device; /* where the device sees it */
-    uintptr_t host;   /* of a registration */
+    uintptr_t host;   /* of host memory that the device knows */
     size_t bytes;
+    int owned;        /* the driver made it: it is no registration */
 } Range;
 
 static Range ranges[MAX_RANGES];
@@ -113,7 +114,7 @@ int hipMalloc(void** address, size_t bytes) {
     char* start = bytes ? reserve(bytes) : NULL;
     if (!start || mprotect(start, whole_pages(bytes), PROT_READ | PROT_WRITE)) return sim_answer(OUT_OF_MEMORY);
     memset(start, 0xEE, bytes);
-    if (!add((Range){(uintptr_t)start, 0, bytes})) return sim_answer(OUT_OF_MEMORY);
+    if (!add((Range){(uintptr_t)start, 0, bytes, 0})) return sim_answer(OUT_OF_MEMORY);
     sim_live(ALLOCATIONS, 1);
     *address = start;
     return SUCCESS;
@@ -168,7 +169,7 @@ int hipHostRegister(void* host, size_t bytes, unsigned flags) {
     pthread_mutex_unlock(&sim_lock);
     if (taken) return sim_answer(ALREADY_REGISTERED);
     char* alias = reserve(bytes);
-    if (!alias || !map_twice(host, alias, bytes) || !add((Range){(uintptr_t)alias, start, bytes}))
+    if (!alias || !map_twice(host, alias, bytes) || !add((Range){(uintptr_t)alias, start, bytes, 0}))
         return sim_answer(OUT_OF_MEMORY);
     sim_live(REGISTRATIONS, 1);
     return SUCCESS;
@@ -177,10 +178,35 @@ int hipHostRegister(void* host, size_t bytes, unsigned flags) {
 int hipHostUnregister(void* host) {
     ENTER(hipHostUnregister);
     Range found;
-    if (!find((uintptr_t)host, 1, 1, 0, &found) || found.host != (uintptr_t)host) return sim_answer(NOT_REGISTERED);
+    if (!find((uintptr_t)host, 1, 1, 0, &found) || found.host != (uintptr_t)host || found.owned)
+        return sim_answer(NOT_REGISTERED);
     find((uintptr_t)host, 1, 1, 1, &found);
     withdraw(found.device, found.bytes);
     sim_live(REGISTRATIONS, -1);
+    return sim_answer(code);
+}
+
+int hipHostMalloc(void** host, size_t bytes, unsigned flags) {
+    ENTER_OR_RETURN(hipHostMalloc);
+    char *start = reserve(bytes), *alias = reserve(bytes);
+    if (!bytes || flags != 3 || !start || !alias) return sim_answer(INVALID_VALUE);
+    if (mprotect(start, whole_pages(bytes), PROT_READ | PROT_WRITE)) return sim_answer(OUT_OF_MEMORY);
+    if (!map_twice(start, alias, whole_pages(bytes))) return sim_answer(OUT_OF_MEMORY);
+    if (!add((Range){(uintptr_t)alias, (uintptr_t)start, bytes, 1})) return sim_answer(OUT_OF_MEMORY);
+    sim_live(HOST_ALLOCATIONS, 1);
+    *host = start;
+    return SUCCESS;
+}
+
+int hipHostFree(void* host) {
+    ENTER(hipHostFree);
+    Range found;
+    if (!find((uintptr_t)host, 1, 1, 0, &found) || found.host != (uintptr_t)host || !found.owned)
+        return sim_answer(INVALID_VALUE);
+    find((uintptr_t)host, 1, 1, 1, &found);
+    withdraw(found.device, found.bytes);
+    withdraw(found.host, found.bytes);
+    sim_live(HOST_ALLOCATIONS, -1);
     return sim_answer(code);
 }
 

@@ -38,7 +38,7 @@ typedef struct Site {
     int known;
 } Site;
 
-typedef enum { ALLOCATIONS, EVENTS, MODULES, REGISTRATIONS, STREAMS, NUM_KINDS } Kind;
+typedef enum { ALLOCATIONS, EVENTS, HOST_ALLOCATIONS, MODULES, REGISTRATIONS, STREAMS, NUM_KINDS } Kind;
 
 /* Begin a call: `code` is what it must answer. Calls that give something back do so whatever that is, as a runtime does
  * that reports an earlier error of another call. */

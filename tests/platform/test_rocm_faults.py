@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from device_rank import DEADLINE_S, ENGINES, Shape, same, shapes
+from device_rank import DEADLINE_S, ENGINES, SMALL, same, shapes
 from hip_rank import HipRank
 from hip_simulator import ILLEGAL_ADDRESS, OUT_OF_MEMORY, simulator
 
 from kvhoist.errors import DeviceError
-from kvhoist.geometry import CacheGeometry
 from kvhoist.memory import pinned
 from kvhoist.messages import JobKind
 from kvhoist.platform.base import MemoryRegion, Stream
@@ -29,13 +28,6 @@ from kvhoist.platform.gpu_streams import GpuStream
 
 NUM_FAILURES = 1000
 BY_NAME = {shape.name: shape for shape in shapes()}
-SMALL = Shape(
-    "small",
-    CacheGeometry.attention(3, k_row_bytes=64, v_row_bytes=32, page_tokens=8, blocks_per_page=2).groups[0],
-    "block token dim",
-    {"k": (-1, 4, 64), "v": (-1, 4, 32)},
-)
-"""Three layers that may arrive one after the other, in pages of 4 KiB."""
 
 
 @dataclass(frozen=True)

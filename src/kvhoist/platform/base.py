@@ -197,6 +197,11 @@ class Platform(Protocol):
         """Return device memory that is freed with the region's `owner`."""
         ...
 
+    def allocate_host(self, num_bytes: int) -> MemoryRegion | None:
+        """Return host memory that the device's driver owns, freed with the region's `owner`, where the user asked for
+        such; else None: an arena maps its own. `register` takes either. Raises HostMemoryError."""
+        ...
+
     def allocation_of(self, address: int) -> int:
         """Return where the allocation of device memory starts that holds `address`: no 2-D copy may span two."""
         ...

@@ -184,6 +184,9 @@ class GpuPlatform:
         weakref.finalize(owner, self.driver.release, "free", address.value)
         return MemoryRegion(int(address.value or 0), num_bytes, self.device, owner)
 
+    def allocate_host(self, num_bytes: int) -> MemoryRegion | None:
+        return None
+
     def allocation_of(self, address: int) -> int:
         base, num_bytes = c_void_p(), c_size_t()
         with self.driver.current():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvhoist.platform.base import Capabilities, Device
+from kvhoist.platform.base import Capabilities, Device, MemoryRegion, Registration
 from kvhoist.platform.gpu import GpuPlatform
 from kvhoist.platform.rocm_driver import RocmDriver
+from kvhoist.platform.rocm_host import DriverMemory, DriverMemoryRegistration
+from kvhoist.settings import Settings
 
 CAPABILITIES = Capabilities(
     engines=("staged", "dma", "mapped"),
@@ -26,3 +28,13 @@ class RocmPlatform(GpuPlatform):
     def __init__(self, device: Device) -> None:
         driver = RocmDriver(device.index)
         super().__init__("rocm", device, driver, replace(CAPABILITIES, gpu_arch=driver.gpu_arch))
+        self._driver_memory = DriverMemory(driver)
+
+    def allocate_host(self, num_bytes: int) -> MemoryRegion | None:
+        """Return driver-owned memory where HSA_USERPTR_FOR_PAGED_MEM is 0. Raises as `DriverMemory.allocate` does."""
+        return self._driver_memory.allocate(num_bytes) if Settings.from_env().driver_owned_host_memory else None
+
+    def register(self, region: MemoryRegion) -> Registration:
+        if self._driver_memory.holds(region):
+            return DriverMemoryRegistration(self.driver, region)
+        return super().register(region)

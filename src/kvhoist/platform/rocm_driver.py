@@ -35,6 +35,8 @@ _FUNCTIONS = {
     "free": "hipFree",
     "get_device": "hipGetDevice",
     "host_address": "hipHostGetDevicePointer",
+    "host_allocate": "hipHostMalloc",
+    "host_free": "hipHostFree",
     "init": "hipInit",
     "last_error": "hipGetLastError",
     "launch": "hipModuleLaunchKernel",
@@ -60,6 +62,8 @@ _OTHERS = {
     "error_name": (c_int,),
     "error_text": (c_int,),
     "get_device": (c_void_p,),
+    "host_allocate": (c_void_p, c_size_t, c_int),
+    "host_free": (c_void_p,),
     "last_error": (),
     "set_device": (c_int,),
 }

@@ -57,7 +57,10 @@ class WorkerSide:
         self._closing = False
         with contextlib.ExitStack() as undo:
             self.arena = HostArena(
-                caches.group, host_bytes=host_bytes, first_touch_threads=touch_threads(self._platform)
+                caches.group,
+                host_bytes=host_bytes,
+                first_touch_threads=touch_threads(self._platform),
+                allocate=self._platform.allocate_host,
             )
             undo.callback(self.arena.close)
             self._store = None if options.storage is None else open_store(options.storage)
