@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import kernel_shim
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvhoist.copy import device_kernels
+from kvhoist.platform import open as platform_open
+from kvhoist.platform.rocm_library import loaded_hip
 
 # Deadlines would judge a machine that runs several tests at once, not the code.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -26,3 +35,34 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("KVHOIST_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_that_another_test_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has loaded the simulated HIP runtime holds it for ever; only tests with `hip` see it."""
+    if "hip_simulator" in sys.modules:
+        monkeypatch.setattr(platform_open, "loaded_hip", lambda: ())
+
+
+@pytest.fixture
+def hip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The simulated HIP runtime, with kernels compiled for it. After the test nothing may be left alive in it, and no
+    access may have been wrong."""
+    if kernel_shim.compiler() is None:
+        pytest.skip("no C++ compiler here")
+    from hip_simulator import simulator
+
+    found = simulator()
+    found.repair()
+    monkeypatch.setattr(platform_open, "loaded_hip", loaded_hip)
+
+    class Compiled:
+        image = found.image
+
+    monkeypatch.setattr(device_kernels, "compile_kernels", lambda *_, **__: Compiled())
+    yield found
+    request.node.funcargs.clear()  # a platform that the test was given keeps its spare events
+    gc.collect()
+    message, live = found.message, found.live()
+    found.repair()
+    assert (message, live) == ("", {})

@@ -9,13 +9,16 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import pytest
+from hip_simulator import device_array, on_device
 
 from kvhoist.device_layout import DeviceCache, read_device_layout
 from kvhoist.geometry import CacheGeometry
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import WHOLE, Completion, Job, JobKind, PageKey, StorageKey
 from kvhoist.mover import Mover
-from kvhoist.platform.cpu import CpuPlatform
+from kvhoist.platform.base import CPU, Device
+from kvhoist.platform.open import open_platform
 from kvhoist.storage import MemoryStore, Sealer, StorageIO
 from kvhoist.storage.base import Buffer
 from kvhoist.transfer import Transfer
@@ -40,6 +43,14 @@ def until(condition: Callable[[], bool], what: str = "it") -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen in time"
         time.sleep(0.001)
+
+
+@pytest.fixture(params=["cpu", "rocm"], autouse=True)
+def every_platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imported by a module, runs all of its tests on the CPU and on the simulated HIP runtime."""
+    if request.param == "rocm":
+        request.getfixturevalue("hip")
+        monkeypatch.setattr(Rank, "where", Device("cuda"))
 
 
 class HeldStore(MemoryStore):
@@ -75,14 +86,23 @@ class HeldStore(MemoryStore):
 class Rank:
     """Device blocks `2 p` and `2 p + 1` make device page `p`. What page number `n` must hold follows from `n` alone."""
 
+    where: Device = CPU
+    """A GPU is the simulated one."""
+
     def __init__(
         self, *, host_pages: int = 4, device_pages: int = 6, store: Any = None, io_options: Any = None, **options: Any
     ) -> None:
         self.group = CacheGeometry.attention(
             NUM_LAYERS, k_row_bytes=32, v_row_bytes=32, page_tokens=8, blocks_per_page=BLOCKS_PER_PAGE
         ).groups[0]
-        self.tensor = np.zeros((NUM_LAYERS, device_pages * BLOCKS_PER_PAGE, 2, 4, 2, 8), np.uint16)
+        shape = (NUM_LAYERS, device_pages * BLOCKS_PER_PAGE, 2, 4, 2, 8)
+        platform = open_platform(self.where)
+        on_gpu = self.where != CPU
+        self.tensor = device_array(platform, shape, np.uint16) if on_gpu else np.zeros(shape, np.uint16)
+        self.tensor[:] = 0
         self.device: DeviceCache = read_device_layout(self.group, self.tensor, "layer block kv token head dim")
+        if on_gpu:
+            self.device = on_device(self.device, platform)
         self.arena = HostArena(self.group, num_pages=host_pages)
         self.store = store
         self.io = None if store is None else StorageIO(store, Sealer(), **(io_options or {}))
@@ -92,7 +112,7 @@ class Rank:
             self.group,
             self.device,
             self.arena,
-            platform=CpuPlatform(),
+            platform=platform,
             on_complete=self._answered,
             io=self.io,
             **options,

@@ -61,8 +61,8 @@ class TinyEngine:
         self.geometry = tiny_geometry(blocks)
         group = self.geometry.groups[0]
         shape = (device_pages * PAGE_TOKENS, HEADS, DIM)
-        self.tensors = {name: [np.full(shape, 7, dtype=np.float16) for _ in range(NUM_LAYERS)] for name in ("k", "v")}
-        self.device: DeviceCache = read_device_layout(group, self.tensors, "slot head dim")
+        self.tensors = {name: [self.tensor(shape) for _ in range(NUM_LAYERS)] for name in ("k", "v")}
+        self.device: DeviceCache = self.read(read_device_layout(group, self.tensors, "slot head dim"))
         self.cache = HierarchicalCache(
             self.geometry,
             namespace(self.geometry),
@@ -70,7 +70,16 @@ class TinyEngine:
             host_bytes=host_pages * group.page_pitch_bytes,
             store=store,
             config=config,
+            engine_stream=lambda: 0,
         )
+
+    def tensor(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """Return a tensor of the cache, full of 7."""
+        return np.full(shape, 7, dtype=np.float16)
+
+    def read(self, cache: DeviceCache) -> DeviceCache:
+        """Return the cache as the engine's device has it."""
+        return cache
 
     def __enter__(self) -> TinyEngine:
         return self

@@ -69,7 +69,12 @@ class Binding:
         self.points = EnginePoints(platform, engine_stream, required=config.device_owned)
         policy = WritePolicy.parse(config.write_policy, min_hits=config.min_hits, device_owned=config.device_owned)
         with contextlib.ExitStack() as undo:
-            self.arena = HostArena(group, host_bytes=host_bytes, first_touch_threads=touch_threads(platform))
+            self.arena = HostArena(
+                group,
+                host_bytes=host_bytes,
+                first_touch_threads=touch_threads(platform),
+                allocate=platform.allocate_host,
+            )
             undo.callback(self.arena.close)
             capacities = {Tier.HOST: self.arena.num_pages}
             if config.device_owned:
@@ -100,6 +105,7 @@ class Binding:
                 io=self.io,
                 io_backend=config.io_backend,
                 staging_bytes=int(config.staging_bytes),
+                block_quota=config.block_quota,
                 debug_verify=config.debug_verify,
             )
             undo.pop_all()

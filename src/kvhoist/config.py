@@ -12,6 +12,9 @@ from kvhoist.units import parse_bytes
 DEFAULT_STAGING_BYTES = 256 << 20
 """Measured on an H200: enough that the link never waits for a relayout kernel that queues behind a large GEMM."""
 
+MAX_BLOCK_QUOTA = 1024
+"""More than any GPU runs side by side."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
@@ -29,6 +32,8 @@ class CacheConfig:
     io_backend: `auto`, or a copy engine by name.
     staging_bytes: device memory that copies on a GPU pass through, beside the engine's own tensors; less is taken where
         the host tier is small. Half of it is for loads, half for offloads, and a page must fit into a third of a half.
+    block_quota: thread blocks (of 1,024 threads) that the `mapped` engine may take from the model beside it; None is
+        the platform's number, 2 on NVIDIA GPUs and 16 on AMD's.
     debug_verify: compare each loaded page with what was offloaded (slow).
     store_secret: signs pages in storage with a keyed BLAKE2b; pages written without it are refused. None takes the
         environment's (KVHOIST_STORE_SECRET), if there is one.
@@ -45,6 +50,7 @@ class CacheConfig:
     history_pages: int = 65536
     io_backend: str = "auto"
     staging_bytes: int | str = DEFAULT_STAGING_BYTES
+    block_quota: int | None = None
     debug_verify: bool = False
     store_secret: bytes | None = field(default=None, repr=False)
 
@@ -55,6 +61,8 @@ class CacheConfig:
         count("io_threads", self.io_threads, least=1, most=256)
         if self.max_queued_pages is not None:
             count("max_queued_pages", self.max_queued_pages, least=1, most=1 << 30)
+        if self.block_quota is not None:
+            count("block_quota", self.block_quota, least=1, most=MAX_BLOCK_QUOTA)
         count("history_pages", self.history_pages)
         object.__setattr__(self, "staging_bytes", parse_bytes(self.staging_bytes, name="staging_bytes"))
         for name in ("device_owned", "debug_verify"):

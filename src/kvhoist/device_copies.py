@@ -29,8 +29,9 @@ def make_copies(
     arena: HostArena,
     platform: Platform,
     io_backend: str,
-    *,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
+    *,
+    block_quota: int | None = None,
     debug_verify: bool = False,
 ) -> Copies:
     """Return the copies that the platform needs. Raises ConfigError as `choose_engines` does, for a ring that cannot
@@ -44,7 +45,9 @@ def make_copies(
         )
     if platform.capabilities.host_visible:
         return HostCopies(device, arena, platform, io_backend, debug_verify=debug_verify)
-    return DeviceCopies(device, arena, platform, io_backend, staging_bytes=staging_bytes, debug_verify=debug_verify)
+    return DeviceCopies(
+        device, arena, platform, io_backend, staging_bytes, block_quota=block_quota, debug_verify=debug_verify
+    )
 
 
 class DeviceCopies:
@@ -56,14 +59,15 @@ class DeviceCopies:
         arena: HostArena,
         platform: Platform,
         io_backend: str,
-        *,
         staging_bytes: int,
+        *,
+        block_quota: int | None,
         debug_verify: bool,
     ) -> None:
         self.plans = plans_between(device, arena, platform, io_backend, staging_bytes)
         with contextlib.ExitStack() as undo:
             host = undo.enter_context(PinnedArena(arena, platform))
-            make = undo.enter_context(EngineMaker(platform, arena, staging_bytes))
+            make = undo.enter_context(EngineMaker(platform, arena, staging_bytes, block_quota))
             self._offloads, self._loads = (
                 _engines_of(Between(plan, device.buffers, host, platform, loads), make)
                 for plan, loads in zip(self.plans, (False, True), strict=True)

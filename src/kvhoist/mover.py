@@ -40,9 +40,8 @@ class Mover:
     another transfer. `shard` names this rank's part of a page in storage; without `persists` (another rank holds the
     same part and writes it) PERSIST and DROP jobs are answered as done and nothing is written.
 
-    With `early_persist`, and storage, a page is handed to storage as soon as it is offloaded, and that answers the
-    PERSIST job that comes later. A job that fills a host page which such an early write still reads cancels it, or
-    waits, in the offload thread, never in `submit`; not for ever, either: where storage hangs, that page fails.
+    With `early_persist` a page goes to storage once offloaded, which answers its later PERSIST job. A job that fills a
+    host page which that write still reads cancels it or waits in the offload thread; if storage hangs the page fails.
 
     With `debug_verify` each page is hashed when it reaches the host tier; after a load it is read back from the device
     and compared, and a page that differs is a failed page (`num_mismatches` counts them).
@@ -61,6 +60,7 @@ class Mover:
         shard: Shard = WHOLE,
         io_backend: str = "auto",
         staging_bytes: int = DEFAULT_STAGING_BYTES,
+        block_quota: int | None = None,
         debug_verify: bool = False,
         persists: bool = True,
         early_persist: bool = False,
@@ -74,7 +74,7 @@ class Mover:
         self._early = EarlyPersist(io, arena, shard) if early_persist and persists and io is not None else None
         self._on_complete = on_complete
         self._copies: Copies | None = make_copies(
-            device, arena, platform, io_backend, staging_bytes=staging_bytes, debug_verify=debug_verify
+            device, arena, platform, io_backend, staging_bytes, block_quota=block_quota, debug_verify=debug_verify
         )
         self.plans = self._copies.plans
         self._asynchronous = platform.capabilities.asynchronous

@@ -4,9 +4,12 @@
 | --- | --- |
 | KVHOIST_DISABLE | `1` turns all of kvhoist off: engines compute as if it were not there |
 | KVHOIST_CACHE_DIR | folder for unpacked models, stores and compiled kernels; default `$XDG_CACHE_HOME/kvhoist` |
+| KVHOIST_PLATFORM | `cuda` or `rocm`: whose GPUs `cuda` devices are; default: AMD's where a HIP runtime is loaded |
 | KVHOIST_LOG_LEVEL | DEBUG, INFO, WARNING (default), ERROR or CRITICAL |
 | KVHOIST_STORE_SECRET | secret that signs stored pages, as text; at least 16 bytes |
 | KVHOIST_STORE_SECRET_FILE | file with that secret (its bytes, less one line end); not beside the variable above |
+| ROCM_PATH | ROCm's own: the folder of its installation; default `/opt/rocm` |
+| HSA_USERPTR_FOR_PAGED_MEM | ROCm's own; `0` from the process's start: the driver owns the host tier's memory |
 | PYTHONHASHSEED | Python's own; older vLLM releases seed their block hashes from it, at random without it |
 """
 
@@ -21,6 +24,7 @@ from kvhoist.errors import ConfigError
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
+_GPU_PLATFORMS = ("cuda", "rocm")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
@@ -46,6 +50,9 @@ class Settings:
     log_level: str = "WARNING"
     store_secret: bytes | None = field(default=None, repr=False)
     has_python_hash_seed: bool = False
+    gpu_platform: str = ""
+    driver_owned_host_memory: bool = False
+    rocm_path: Path = Path("/opt/rocm")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -57,6 +64,9 @@ class Settings:
             log_level=_log_level(env),
             store_secret=_secret(env),
             has_python_hash_seed="PYTHONHASHSEED" in env,
+            gpu_platform=_gpu_platform(env),
+            driver_owned_host_memory=env.get("HSA_USERPTR_FOR_PAGED_MEM") == "0",  # as ROCm reads it: no other value
+            rocm_path=Path(env.get("ROCM_PATH") or "/opt/rocm"),
         )
 
 
@@ -87,6 +97,13 @@ def _log_level(env: Mapping[str, str]) -> str:
     if level not in _LOG_LEVELS:
         raise ConfigError("KVHOIST_LOG_LEVEL is unknown", got=repr(env["KVHOIST_LOG_LEVEL"]), choices=_LOG_LEVELS)
     return level
+
+
+def _gpu_platform(env: Mapping[str, str]) -> str:
+    name = env.get("KVHOIST_PLATFORM", "").strip().lower()
+    if name not in ("", *_GPU_PLATFORMS):
+        raise ConfigError("KVHOIST_PLATFORM is unknown", got=repr(env["KVHOIST_PLATFORM"]), choices=_GPU_PLATFORMS)
+    return name
 
 
 def _secret(env: Mapping[str, str]) -> bytes | None:

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from device_rank import move_around_capacity, ring_of
 from gpu_rank import DEADLINE_S, ENGINES, GpuRank, Shape, same, shapes
 
 from kvhoist.errors import ConfigError
@@ -21,39 +22,21 @@ SMALL_RING = 4 << 20
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
-def picked(rank: GpuRank, count: int, seed: int) -> tuple[list[int], list[int]]:
-    rng = random.Random(seed)
-    pages = rng.sample(range(rank.arena.num_pages), count)
-    return pages, rng.sample(range(rank.device.layout.num_units), count * rank.ids_per_page)
-
-
 @every_engine
 @pytest.mark.parametrize("order", ["page_first_direct", "page_first"])
 @pytest.mark.parametrize("shape", BY_NAME.values(), ids=BY_NAME)
 def test_what_is_copied_is_what_the_oracle_copies_and_nothing_else_changes(
     shape: Shape, order: str, engine: str
 ) -> None:
-    """Page counts around what one chunk of the ring holds, and the whole ring."""
-    ring = 4 * 3 * shape.group.page_pitch_bytes
-    with GpuRank(shape, num_blocks=160, order=order, staging_bytes=ring, io_backend=engine) as rank:
-        for seed, count in enumerate((1, 2, 3, 4, 11, 12, 13, 39)):
-            pages, blocks = picked(rank, count, seed)
-            wanted = rank.expected_offload(pages, blocks)
-            done = rank.submit(JobKind.OFFLOAD, pages, blocks).result(DEADLINE_S)
-            assert (done.failed_pages, done.error, done.bytes) == ((), None, count * rank.group.page_bytes)
-            assert (rank.arena.buffer == wanted).all()
-            pages, blocks = picked(rank, count, 100 + seed)
-            loaded = rank.expected_load(pages, blocks)
-            done = rank.submit(JobKind.LOAD, pages, blocks).result(DEADLINE_S)
-            assert (done.failed_pages, done.error, done.bytes) == ((), None, count * rank.group.page_bytes)
-            assert same(loaded, rank.snapshot())
+    with GpuRank(shape, num_blocks=160, order=order, staging_bytes=ring_of(shape), io_backend=engine) as rank:
+        move_around_capacity(rank)
 
 
 @every_engine
 @pytest.mark.parametrize("name", ["blocks of tokens", "latent and index"])
 def test_blocks_left_out_of_a_load_are_left_alone(name: str, engine: str) -> None:
     with GpuRank(BY_NAME[name], num_blocks=160, io_backend=engine) as rank:
-        pages, blocks = picked(rank, 9, 3)
+        pages, blocks = rank.picked(9, 3)
         blocks[0] = blocks[5] = blocks[-1] = LEFT_OUT
         wanted = rank.expected_load(pages, blocks)
         done = rank.submit(JobKind.LOAD, pages, blocks).result(DEADLINE_S)
@@ -64,7 +47,7 @@ def test_blocks_left_out_of_a_load_are_left_alone(name: str, engine: str) -> Non
 @every_engine
 def test_a_copy_of_neighbouring_host_pages_is_right_too(engine: str) -> None:
     with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160, io_backend=engine) as rank:
-        _, blocks = picked(rank, 12, 3)
+        _, blocks = rank.picked(12, 3)
         pages = list(range(20, 32))
         wanted = rank.expected_offload(pages, blocks)
         rank.submit(JobKind.OFFLOAD, pages, blocks).result(DEADLINE_S)
@@ -82,8 +65,8 @@ def test_offloads_start_after_their_producer_and_loads_end_before_their_consumer
         keys = rank.tensors["k"]
         for turn in range(150):
             count = rng.choice((1, 3, 12))
-            pages, blocks = picked(rank, count, turn)
-            others = picked(rank, count, 1000 + turn)[1]
+            pages, blocks = rank.picked(count, turn)
+            others = rank.picked(count, 1000 + turn)[1]
             value = rng.randrange(256)
             index = torch.tensor(blocks, device="cuda")
             torch.cuda.synchronize()
@@ -126,9 +109,9 @@ def test_copies_of_both_directions_at_once_share_the_ring(engine: str) -> None:
 @pytest.mark.parametrize("name", ["blocks of tokens", "slots, whole pages"])
 def test_debug_verify_passes_what_is_right_and_refuses_a_corrupt_page(name: str, engine: str) -> None:
     with GpuRank(BY_NAME[name], num_blocks=160, debug_verify=True, io_backend=engine) as rank:
-        pages, blocks = picked(rank, 6, 3)
+        pages, blocks = rank.picked(6, 3)
         assert rank.submit(JobKind.OFFLOAD, pages, blocks).result(DEADLINE_S).failed_pages == ()
-        elsewhere = picked(rank, 6, 4)[1]
+        elsewhere = rank.picked(6, 4)[1]
         if rank.ids_per_page > 1:
             elsewhere[1] = LEFT_OUT
         assert rank.submit(JobKind.LOAD, pages, elsewhere).result(DEADLINE_S).failed_pages == ()
@@ -141,7 +124,7 @@ def test_debug_verify_passes_what_is_right_and_refuses_a_corrupt_page(name: str,
 def test_bad_ids_fail_the_job_and_write_nothing(engine: str) -> None:
     with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160, io_backend=engine) as rank:
         before, arena = rank.snapshot(), rank.arena.buffer.copy()
-        pages, blocks = picked(rank, 3, 3)
+        pages, blocks = rank.picked(3, 3)
         for bad in (10**6, blocks[1]):
             blocks[0] = bad
             assert rank.submit(JobKind.LOAD, pages, blocks).result(DEADLINE_S).failed_pages == (0, 1, 2)
@@ -158,7 +141,7 @@ def test_a_ring_that_cannot_pass_a_page_is_refused_with_what_to_do() -> None:
 def test_graph_capture_on_another_thread_is_not_disturbed(engine: str) -> None:
     """Jobs run while torch captures a graph in its default, global mode; the graph replays."""
     with GpuRank(BY_NAME["blocks of tokens"], num_blocks=160, io_backend=engine) as rank:
-        pages, blocks = picked(rank, 12, 3)
+        pages, blocks = rank.picked(12, 3)
         values = torch.zeros(1 << 20, device="cuda")
         graph = torch.cuda.CUDAGraph()
         transfers = []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import random
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,50 +14,23 @@ import kernel_shim
 import numpy as np
 import pytest
 from fake_streams import GPU, FakePlatform, FakeStream
+from stream_rank import DEADLINE_S, GROUP, NUM_BLOCKS, NUM_PAGES, Rank
 
 from kvhoist.copy import choose, device_kernels
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.copy.ring import Chunk, StagingRing
-from kvhoist.device_layout import DeviceCache, read_device_layout
+from kvhoist.device_layout import read_device_layout
 from kvhoist.errors import ConfigError, DeviceError
-from kvhoist.geometry import CacheGeometry
 from kvhoist.memory.arena import HostArena
-from kvhoist.memory.pinned import PinnedArena
-from kvhoist.messages import LEFT_OUT, Completion, Job, JobKind
+from kvhoist.messages import LEFT_OUT, JobKind
 from kvhoist.mover import Mover
 from kvhoist.platform.base import MemoryRegion
-from kvhoist.transfer import Transfer
 
 pytestmark = pytest.mark.skipif(kernel_shim.compiler() is None, reason="no C++ compiler here")
 
-DEADLINE_S = 20
-NUM_BLOCKS, NUM_PAGES, PER_PAGE = 48, 20, 2
-GROUP = CacheGeometry.attention(5, k_row_bytes=64, v_row_bytes=32, page_tokens=8, blocks_per_page=PER_PAGE).groups[0]
-
-
 ENGINES = ("staged", "dma", "mapped")
 every_engine = pytest.mark.parametrize("engine", ENGINES)
-
-
-class Kernels:
-    """The kernels of the shim, run when the stream comes to them, with the parameters of the launch."""
-
-    def __init__(self, library: ctypes.CDLL, pause_s: float = 0.0) -> None:
-        self.library = library
-        self.pause_s = pause_s
-
-    def prepare(self, kernel: str, parameters: Any) -> Any:
-        word = int(kernel.removeprefix("relayout"))
-
-        class Call:
-            @staticmethod
-            def launch(grid: int, block: int, stream: FakeStream) -> None:
-                now = type(parameters).from_buffer_copy(parameters)
-                stream.enqueue(lambda: time.sleep(self.pause_s))
-                stream.enqueue(lambda: kernel_shim.run(self.library, word, now, grid, block))
-
-        return Call()
 
 
 @pytest.fixture(scope="module")
@@ -67,64 +38,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return kernel_shim.build(tmp_path_factory.mktemp("kernel"))
 
 
-class Rank:
-    def __init__(self, library: ctypes.CDLL, *, pause_s: float = 0.0, **options: Any) -> None:
-        rng = np.random.default_rng(3)
-        self.tensors = {
-            c.name: [rng.integers(0, 256, (NUM_BLOCKS, 4, c.row_bytes), dtype=np.uint8) for _ in c.layers]
-            for c in GROUP.components
-        }
-        read = read_device_layout(GROUP, self.tensors, "block token dim")
-        regions = tuple(MemoryRegion(r.address, r.num_bytes, GPU, r.owner) for r in read.buffers)
-        self.device: DeviceCache = replace(read, buffers=regions, device=GPU)
-        self.arena = HostArena(GROUP, num_pages=NUM_PAGES)
-        self.arena.buffer[:] = rng.integers(0, 256, self.arena.num_bytes, dtype=np.uint8)
-        self.platform = FakePlatform(Kernels(library, pause_s), list(regions))
-        self.answers: list[Completion] = []
-        self.mover = Mover(
-            GROUP,
-            self.device,
-            self.arena,
-            platform=self.platform,  # type: ignore[arg-type]
-            on_complete=self.answers.append,
-            **{"staging_bytes": 4 * 8192, "io_backend": "staged", **options},
-        )
-        self._next_id = 0
-
-    def __enter__(self) -> Rank:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.mover.close(timeout_s=DEADLINE_S)
-        assert self.platform.registered == [], "host memory stays pinned"
-
-    def submit(self, kind: JobKind, pages: Sequence[int], blocks: Sequence[int], after: Any = None) -> Transfer:
-        keys = tuple(b"key %d" % page for page in pages)
-        job = Job(self._next_id, kind, bytes(32), 0, keys, tuple(pages), tuple(blocks))
-        self._next_id += 1
-        return self.mover.submit(job, after=after)
-
-    def picked(self, count: int, seed: int) -> tuple[list[int], list[int]]:
-        rng = random.Random(seed)
-        return rng.sample(range(NUM_PAGES), count), rng.sample(range(NUM_BLOCKS), count * PER_PAGE)
-
-    def offloaded(self, pages: Sequence[int], blocks: Sequence[int]) -> np.ndarray:
-        wanted = HostArena(GROUP, num_pages=NUM_PAGES)
-        wanted.buffer[:] = self.arena.buffer
-        twin = read_device_layout(GROUP, self.tensors, "block token dim")
-        plan = CopyPlan.make(twin.layout, wanted.layout)
-        BoundPlan(plan, twin.buffers, (wanted.region,)).copy(np.array(blocks), np.array(pages))
-        return wanted.buffer
-
-    def loaded(self, pages: Sequence[int], blocks: Sequence[int]) -> dict[str, list[np.ndarray]]:
-        wanted = {name: [tensor.copy() for tensor in held] for name, held in self.tensors.items()}
-        twin = read_device_layout(GROUP, wanted, "block token dim")
-        plan = CopyPlan.make(self.arena.layout, twin.layout)
-        BoundPlan(plan, (self.arena.region,), twin.buffers).copy(np.array(pages), np.array(blocks))
-        return wanted
-
-    def holds(self, wanted: dict[str, list[np.ndarray]]) -> bool:
-        return all((a == b).all() for n in wanted for a, b in zip(wanted[n], self.tensors[n], strict=True))
+@pytest.fixture(params=["fake", "rocm"])
+def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL | None:
+    """The kernels of both platforms that streams are run on."""
+    if request.param == "fake":
+        return request.getfixturevalue("library")
+    request.getfixturevalue("hip")
+    return None
 
 
 def _compare(a: np.ndarray, b: np.ndarray, same: list[bool]) -> None:
@@ -143,8 +63,8 @@ def no_compiler_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every_engine
 @pytest.mark.parametrize("count", [1, 2, 7, 19])
-def test_both_directions_move_what_the_oracle_moves(library: ctypes.CDLL, count: int, engine: str) -> None:
-    with Rank(library, io_backend=engine) as rank:
+def test_both_directions_move_what_the_oracle_moves(kernels: ctypes.CDLL | None, count: int, engine: str) -> None:
+    with Rank(kernels, io_backend=engine) as rank:
         for seed in range(4):
             pages, blocks = rank.picked(count, seed)
             wanted = rank.offloaded(pages, blocks)
@@ -181,12 +101,12 @@ def test_nothing_but_pages_crosses_the_link_by_copies(
 
 @every_engine
 def test_a_stream_that_waits_for_a_layer_finds_it(
-    library: ctypes.CDLL, engine: str, monkeypatch: pytest.MonkeyPatch
+    kernels: ctypes.CDLL | None, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's stream reads a layer as soon as it may; the copy's later layers are still on the way."""
     monkeypatch.setattr(choose, "GROUP_BYTES", 1)
-    with Rank(library, io_backend=engine) as rank:
-        model = FakeStream(fake_streams.Priority.NORMAL, 7)
+    with Rank(kernels, io_backend=engine) as rank:
+        model = rank.platform.make_stream()
         for seed in range(10):
             pages, blocks = rank.picked(15, seed)
             wanted = rank.loaded(pages, blocks)
@@ -195,24 +115,24 @@ def test_a_stream_that_waits_for_a_layer_finds_it(
             for layer in GROUP.layers:
                 load.wait(layer, stream=model, timeout_s=DEADLINE_S)
                 read = (rank.tensors["k"][layer], wanted["k"][layer])
-                model.enqueue(partial(_compare, *read, right))
+                rank.enqueue(model, partial(_compare, *read, right))
             model.synchronize()
             assert right == [True] * len(GROUP.layers)
             assert load.result(DEADLINE_S).failed_pages == ()
 
 
 @every_engine
-def test_blocks_may_be_written_again_once_an_offload_has_read_them(library: ctypes.CDLL, engine: str) -> None:
-    with Rank(library, io_backend=engine) as rank:
-        model = FakeStream(fake_streams.Priority.NORMAL, 7)
+def test_blocks_may_be_written_again_once_an_offload_has_read_them(kernels: ctypes.CDLL | None, engine: str) -> None:
+    with Rank(kernels, io_backend=engine) as rank:
+        model = rank.platform.make_stream()
         for seed in range(10):
             pages, blocks = rank.picked(12, seed)
             for value, tensor in enumerate(rank.tensors["k"]):
-                model.enqueue(partial(tensor.__setitem__, blocks, 40 + value))
+                rank.enqueue(model, partial(tensor.__setitem__, blocks, 40 + value))
             offload = rank.submit(JobKind.OFFLOAD, pages, blocks, rank.platform.record(model))
             offload.wait_read(model)
             for tensor in rank.tensors["k"]:
-                model.enqueue(partial(tensor.__setitem__, blocks, 0xDD))
+                rank.enqueue(model, partial(tensor.__setitem__, blocks, 0xDD))
             assert offload.result(DEADLINE_S).failed_pages == ()
             model.synchronize()
             twins = {"k": [np.full((NUM_BLOCKS, 4, 64), 40 + i, np.uint8) for i in range(5)], "v": rank.tensors["v"]}
@@ -225,8 +145,8 @@ def test_blocks_may_be_written_again_once_an_offload_has_read_them(library: ctyp
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "auto"])
-def test_many_jobs_of_both_directions_share_the_ring(library: ctypes.CDLL, engine: str) -> None:
-    with Rank(library, io_backend=engine) as rank:
+def test_many_jobs_of_both_directions_share_the_ring(kernels: ctypes.CDLL | None, engine: str) -> None:
+    with Rank(kernels, io_backend=engine) as rank:
         for seed in range(6):
             pages, blocks = rank.picked(20, seed)
             wanted, loaded = rank.offloaded(pages[:10], blocks[:20]), rank.loaded(pages[10:], blocks[20:])
@@ -241,8 +161,8 @@ def test_many_jobs_of_both_directions_share_the_ring(library: ctypes.CDLL, engin
 
 
 @every_engine
-def test_debug_verify_reads_the_device_back(library: ctypes.CDLL, engine: str) -> None:
-    with Rank(library, debug_verify=True, io_backend=engine) as rank:
+def test_debug_verify_reads_the_device_back(kernels: ctypes.CDLL | None, engine: str) -> None:
+    with Rank(kernels, debug_verify=True, io_backend=engine) as rank:
         pages, blocks = rank.picked(5, 1)
         assert rank.submit(JobKind.OFFLOAD, pages, blocks).result(DEADLINE_S).failed_pages == ()
         elsewhere = rank.picked(5, 2)[1]
@@ -306,6 +226,14 @@ def test_a_cache_on_another_device_is_refused(library: ctypes.CDLL) -> None:
             Mover(GROUP, elsewhere, rank.arena, platform=rank.platform, on_complete=print)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("quota", "grid"), [(None, 2), (1, 1), (5, 5)])
+def test_mapped_takes_no_more_blocks_than_its_quota(library: ctypes.CDLL, quota: int | None, grid: int) -> None:
+    """The platform's, 2 here, where none is set."""
+    with Rank(library, io_backend="mapped", block_quota=quota) as rank:
+        rank.submit(JobKind.OFFLOAD, *rank.picked(19, 0)).result(DEADLINE_S)
+        assert max(rank.kernels.grids) == grid
+
+
 def test_a_ring_too_small_for_a_page_is_refused(library: ctypes.CDLL) -> None:
     with pytest.raises(ConfigError, match="staging_bytes"):
         Rank(library, staging_bytes=4096)
@@ -315,8 +243,11 @@ def test_a_ring_that_the_device_has_no_room_for_is_refused_and_nothing_stays_pin
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platforms: list[FakePlatform] = []
+    allocate, ring_bytes = FakePlatform.allocate, 2 * 8192
 
     def full(platform: FakePlatform, num_bytes: int) -> MemoryRegion:
+        if num_bytes != ring_bytes:
+            return allocate(platform, num_bytes)
         platforms.append(platform)
         raise DeviceError("CUDA failed in allocating", got="CUDA_ERROR_OUT_OF_MEMORY (2)")
 
@@ -372,38 +303,6 @@ def test_a_missing_wait_is_noticed(library: ctypes.CDLL, monkeypatch: pytest.Mon
             assert rank.submit(JobKind.LOAD, pages, blocks).result(DEADLINE_S).failed_pages == ()
             wrong.append(not rank.holds(loaded))
     assert any(wrong)
-
-
-@pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with HostArena(GROUP, num_pages=10) as held:
-        yield held
-
-
-def test_pieces_that_are_pinned_never_split_a_page(arena: HostArena, library: ctypes.CDLL) -> None:
-    platform = FakePlatform(None, [])
-    pitch = GROUP.page_pitch_bytes
-    with PinnedArena(arena, platform, piece_bytes=3 * pitch + 100) as pinned:  # type: ignore[arg-type]
-        assert pinned.num_pieces == 4
-        lengths = [region.num_bytes for region in platform.registered]
-        assert lengths == [3 * pitch, 3 * pitch, 3 * pitch, pitch]
-        assert all((region.address - arena.region.address) % pitch == 0 for region in platform.registered)
-    assert platform.registered == []
-
-
-def test_what_was_pinned_before_a_refusal_is_unpinned(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:
-    platform = FakePlatform(None, [])
-    register, calls = platform.register, iter(range(10))
-
-    def refusing(region: MemoryRegion) -> Any:
-        if next(calls) == 2:
-            raise DeviceError("CUDA failed in pinning", got="CUDA_ERROR_OUT_OF_MEMORY (2)")
-        return register(region)
-
-    monkeypatch.setattr(platform, "register", refusing)
-    with pytest.raises(DeviceError, match="OUT_OF_MEMORY"):
-        PinnedArena(arena, platform, piece_bytes=GROUP.page_pitch_bytes)  # type: ignore[arg-type]
-    assert platform.registered == []
 
 
 def test_the_shim_is_what_the_repository_ships(tmp_path: Path) -> None:

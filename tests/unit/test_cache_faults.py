@@ -509,6 +509,8 @@ def test_a_first_page_outside_of_the_match_is_refused(first):
     [
         {"io_threads": 0},
         {"max_queued_pages": 1.5},
+        {"block_quota": 0},
+        {"block_quota": True},
         {"history_pages": "1"},
         {"device_owned": "no"},
         {"store_secret": "text"},

@@ -53,6 +53,19 @@ def test_an_engine_that_is_asked_for_is_the_only_one() -> None:
     assert {engine for _, engine, _ in engines(plans(*MHA, "--device", "cpu")["load"])} == {"reference"}
 
 
+@pytest.mark.parametrize(("device", "quota"), [("cuda", 2), ("rocm", 16)])
+def test_the_rounds_of_a_row_are_the_same_on_either_platform_and_the_quota_is_its_own(device: str, quota: int) -> None:
+    for row, word in (("576", 16), ("1152", 16), ("584", 8), ("132", 4)):
+        told = plans("--latent-row-bytes", row, "--order", "page_first", "--device", device)
+        assert told["load"]["rounds"] == {"word_bytes": word, "unroll": 8, "round_bytes": 32 * word}
+        assert told["offload"]["block_quota"] == quota
+    odd = plans("--k-row-bytes", "6", "--order", "page_first", "--device", device)
+    assert odd["load"]["rounds"] is None
+    ran = CliRunner().invoke(app, ["explain-plan", *MHA, "--device", device], catch_exceptions=False)
+    assert "rounds  32 lanes x 16 B = 512 B, 8 at once" in ran.output
+    assert f"quota   {quota} blocks for mapped" in ran.output
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -170,6 +170,7 @@ def test_threads_compile_at_once(nvrtc: Nvrtc, tmp_path: Path) -> None:
 class StandIn:
     """A compiler that answers what it was asked."""
 
+    name: str = "NVRTC"
     build: str = "1.0, 9 bytes"
     architectures: tuple[int, ...] = (80, 90)
     num_compiled: int = 0

@@ -35,7 +35,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder `nvidia`, as wheels fill it, that is the only one to be found."""
     folder = tmp_path / "nvidia"
     monkeypatch.setattr(nvrtc, "_package_roots", lambda: [str(folder)])
-    monkeypatch.setattr(nvrtc, "_read_maps", lambda: "")
+    monkeypatch.setattr(nvrtc, "read_maps", lambda: "")
     for name in ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12", "cuda_nvrtc/lib/libnvrtc.alt.so.12"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("no library")
@@ -43,7 +43,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_maps_show_copies_under_any_name() -> None:
-    assert nvrtc._mapped("nvrtc", MAPS) == [
+    assert nvrtc.mapped("nvrtc", MAPS) == [
         ("/opt/my venv/nvidia/cu13/lib/libnvrtc.so.13", 13),
         ("/opt/torch/lib/libnvrtc-672ee683.so.12.4", 12),
     ]
@@ -62,7 +62,7 @@ def test_what_is_loaded_goes_before_packages_and_these_before_the_system(package
 
 
 def test_the_major_of_the_cuda_runtime_goes_first(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "_read_maps", lambda: MAPS)
+    monkeypatch.setattr(nvrtc, "read_maps", lambda: MAPS)
     names = [name for name, _ in nvrtc._candidates()]
     assert names == [
         "libnvrtc.so.12",
@@ -90,7 +90,7 @@ def test_where_there_is_none_the_error_says_what_was_looked_for_and_how_to_get_i
 
 
 def test_a_library_that_is_no_nvrtc_is_refused() -> None:
-    with pytest.raises(OSError, match="not an NVRTC that can be used"):
+    with pytest.raises(OSError, match="no NVRTC that can be used"):
         Nvrtc(ctypes.CDLL(None))
 
 
@@ -111,7 +111,7 @@ from kvhoist.copy import nvrtc
 nvrtc._package_roots = lambda: []
 found = nvrtc.load_nvrtc()
 print(found.path)
-print(*{path for path, _ in nvrtc._mapped("nvrtc", nvrtc._read_maps())})
+print(*{path for path, _ in nvrtc.mapped("nvrtc", nvrtc.read_maps())})
 assert found is nvrtc.load_nvrtc() and "torch" not in sys.modules
 """
 

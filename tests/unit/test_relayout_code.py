@@ -12,7 +12,8 @@ import pytest
 
 from kvhoist.copy.jit import compile_kernels
 from kvhoist.copy.nvrtc import load_nvrtc
-from kvhoist.copy.relayout import DEFINES, NAME, SOURCE, WORDS
+from kvhoist.copy.relayout import NAME, SOURCE
+from kvhoist.copy.rounds import DEFINES, UNROLL, WORDS
 from kvhoist.errors import MissingDependencyError
 
 CAPABILITIES = [(8, 0), (9, 0), (10, 0), (12, 0)]
@@ -58,6 +59,6 @@ def test_data_moves_by_the_widest_accesses_past_the_l1_cache(capability: tuple[i
         word = int(re.match(r"relayout(\d+)", function)[1])  # type: ignore[index]
         seen = Counter(re.findall(r"(LDG\.E\S*|STG\.E\S*|LDL\S*|STL\S*)", function))
         width = {16: ".128", 8: ".64", 4: ""}[word]
-        assert seen[f"LDG.E.NA{width}"] >= DEFINES["UNROLL"]
-        assert seen[f"STG.E.NA{width}"] >= DEFINES["UNROLL"]
+        assert seen[f"LDG.E.NA{width}"] >= UNROLL
+        assert seen[f"STG.E.NA{width}"] >= UNROLL
         assert not any(name.startswith(("LDL", "STL")) for name in seen), "registers are spilled"

@@ -14,7 +14,8 @@ import pytest
 from kvhoist.copy.nests import End, Nest
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
-from kvhoist.copy.relayout import SOURCE, WORDS, Relayout, word_bytes_of
+from kvhoist.copy.relayout import SOURCE, Relayout, word_bytes_of
+from kvhoist.copy.rounds import WORDS
 from kvhoist.device_layout import read_device_layout
 from kvhoist.errors import ConfigError
 from kvhoist.geometry import CacheGeometry, CacheGroup
@@ -45,9 +46,12 @@ class ShimCall:
         kernel_shim.run(self.library, self.word, self.parameters, grid, block)
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernel_shim.build(tmp_path_factory.mktemp("kernel"))
+@pytest.fixture(scope="module", params=["nvidia", "amd"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    rocm = request.param == "amd"
+    if kernel_shim.compiler(rocm=rocm) is None:
+        pytest.skip("no ziglang here: pip install ziglang")
+    return kernel_shim.build(tmp_path_factory.mktemp("kernel"), rocm=rocm)
 
 
 def attention(k: int, v: int, bpp: int) -> CacheGroup:
@@ -140,18 +144,22 @@ def test_a_block_left_out_is_not_written(library: ctypes.CDLL) -> None:
     assert moved(library, "blocks", HostOrder.PAGE_FIRST_DIRECT, scatters=True, grid=3, left_out=True)
 
 
+@pytest.mark.parametrize("rocm", [False, True], ids=["nvidia", "amd"])
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
         ("k < run_words", "k <= run_words"),
+        ("k < run_words", "k + 1 < run_words"),
         ("<= run_words)", "<= run_words + 1)"),
         ("(step - unit * side.per_unit) * side.block_stride", "0"),
     ],
 )
-def test_a_planted_fault_of_the_kernel_is_noticed(tmp_path: Path, right: str, wrong: str) -> None:
+def test_a_planted_fault_of_the_kernel_is_noticed(tmp_path: Path, right: str, wrong: str, rocm: bool) -> None:
+    if kernel_shim.compiler(rocm=rocm) is None:
+        pytest.skip("no ziglang here: pip install ziglang")
     text = SOURCE.read_text()
     assert text.count(right) == 1
-    faulty = kernel_shim.build(tmp_path, text.replace(right, wrong))
+    faulty = kernel_shim.build(tmp_path, text.replace(right, wrong), rocm=rocm)
     found = [
         moved(faulty, case, HostOrder.PAGE_FIRST_DIRECT, scatters=False, grid=3, left_out=False)
         for case in ("heads first", "latent 576", "blocks", "a word short of a piece")

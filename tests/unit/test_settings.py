@@ -20,6 +20,11 @@ def test_an_empty_environment_has_defaults() -> None:
     assert settings.store_secret is None
 
 
+@pytest.mark.parametrize(("text", "expected"), [("/usr/rocm", "/usr/rocm"), ("", "/opt/rocm")])
+def test_rocm_lies_where_its_own_variable_says(text: str, expected: str) -> None:
+    assert Settings.from_env({"ROCM_PATH": text, "HOME": "/h"}).rocm_path == Path(expected)
+
+
 @pytest.mark.parametrize(("text", "disabled"), [("1", True), ("true", True), ("ON", True), ("0", False), ("", False)])
 def test_disable_is_read(text: str, disabled: bool) -> None:
     assert Settings.from_env({"KVHOIST_DISABLE": text, "HOME": "/h"}).disabled is disabled
@@ -45,6 +50,7 @@ def test_the_cache_folder_follows_xdg(environ: dict[str, str], expected: str) ->
         ("KVHOIST_CACHE_DIR", "relative/folder"),
         ("KVHOIST_CACHE_DIR", "/dev/null"),
         ("KVHOIST_LOG_LEVEL", "LOUD"),
+        ("KVHOIST_PLATFORM", "hip"),
         ("KVHOIST_STORE_SECRET", "short"),
         ("KVHOIST_STORE_SECRET", ""),
         ("KVHOIST_STORE_SECRET", "x" * 5000),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +35,7 @@ class _Described:
 _PLATFORMS = {
     "cpu": _Described("cpu", CPU, CpuPlatform.capabilities),
     "cuda": _Described("cuda", Device("cuda"), CAPABILITIES),
+    "rocm": _Described("rocm", Device("cuda"), replace(CAPABILITIES, block_quota=16)),
 }
 
 
@@ -46,13 +47,13 @@ def explain_plan(
     page_tokens: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 64,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an engine's block.")] = 16,
     order: Annotated[HostOrder, typer.Option(help="Order of the bytes in a host page.")] = HostOrder.PAGE_FIRST_DIRECT,
-    device: Annotated[str, typer.Option(help="cpu or cuda; a GPU need not be there.")] = "cuda",
+    device: Annotated[str, typer.Option(help="cpu, cuda or rocm; a GPU need not be there.")] = "cuda",
     io_backend: Annotated[str, typer.Option(help="auto, or a copy engine by name.")] = AUTO,
     staging_bytes: Annotated[str, typer.Option(help="Device memory that copies pass through.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Print the copy plans of a cache with a tensor a layer and component: runs, loops, engines by number of pages, and
-    why those. A log at INFO level says the same of a cache that runs."""
+    """Print the copy plans of a cache with a tensor a layer and component: runs, the rounds in which kernels move them,
+    loops, engines by number of pages, and why those. A log at INFO level says the same of a cache that runs."""
     if device not in _PLATFORMS:
         raise ConfigError("--device is no platform", got=repr(device), choices=sorted(_PLATFORMS))
     group = _group(layers, k_row_bytes, v_row_bytes, latent_row_bytes, page_tokens, block_tokens)
@@ -63,11 +64,13 @@ def explain_plan(
         plan = CopyPlan.make(*ends)
         choices = choose_engines(plan, _PLATFORMS[device], io_backend, loads=loads, staging_bytes=staging)
         plans[name] = plan.with_choices(choices)
+    quota = _PLATFORMS[device].capabilities.block_quota
     if as_json:
-        data: dict[str, Any] = {name: plan.to_dict() for name, plan in plans.items()}
+        data: dict[str, Any] = {name: {**plan.to_dict(), "block_quota": quota} for name, plan in plans.items()}
         print_json(data)
     else:
-        shown = "\n\n".join(f"{name}: {plan}" for name, plan in plans.items())
+        blocks = f"\n  quota   {quota} blocks for mapped, unless block_quota says otherwise" if quota else ""
+        shown = "\n\n".join(f"{name}: {plan}{blocks}" for name, plan in plans.items())
         console().print(shown, soft_wrap=True, markup=False, highlight=False)
 
 

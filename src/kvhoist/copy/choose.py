@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvhoist.copy.nests import Nest
+from kvhoist.copy.placed import placed
 from kvhoist.copy.plan import CopyPlan, EngineChoice
-from kvhoist.copy.relayout import WORDS
 from kvhoist.copy.ring import CHUNKS
+from kvhoist.copy.rounds import SERVED, refusal_of, rounds_of
 from kvhoist.copy.staged import RINGS
 from kvhoist.errors import ConfigError
 from kvhoist.layout import HostOrder
@@ -87,9 +88,9 @@ def _fastest(
     plan: CopyPlan, staging_bytes: int, device: Sequence[MemoryRegion], *, loads: bool
 ) -> list[tuple[int, str, str]]:
     """Return (from how many pages on, engine, why)."""
-    alignment = math.gcd(plan.alignment_bytes, *(region.address for region in device))
-    if alignment % WORDS[-1]:
-        return [(1, "dma", f"auto: kernels move multiples of {WORDS[-1]} B, these rows are aligned to {alignment} B")]
+    nests = _at(plan, device, loads=loads)
+    if rounds_of(nests) is None:
+        return [(1, "dma", f"auto: kernels move {SERVED}, here: {refusal_of(nests)}")]
     most = staging_bytes // RINGS // CHUNKS
     if plan.src.group.page_pitch_bytes > most:
         many = ("dma", f"auto: a page does not fit into a sixth of {format_bytes(staging_bytes)} of staging memory")
@@ -99,6 +100,13 @@ def _fastest(
     if not loads or from_pages < 2:
         return [(1, *many)]
     return [(1, "mapped", f"auto: loads below {format_bytes(MAPPED_BELOW_BYTES)}"), (from_pages, *many)]
+
+
+def _at(plan: CopyPlan, device: Sequence[MemoryRegion], *, loads: bool) -> list[Nest]:
+    """Return the plan's nests with addresses on the cache's side, as far as they are known; host pages are aligned."""
+    unknown = [0] * (1 + max(max(nest.src.buffer, nest.dst.buffer) for nest in plan.nests))
+    cache = [region.address for region in device] or unknown
+    return [placed(nest, *((unknown, cache) if loads else (cache, unknown))) for nest in plan.nests]
 
 
 def _with_groups(plan: CopyPlan, engines: list[tuple[int, str, str]], *, loads: bool) -> tuple[EngineChoice, ...]:

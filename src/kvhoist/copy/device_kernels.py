@@ -7,7 +7,8 @@ from types import TracebackType
 from kvhoist.copy.code_cache import CodeCache
 from kvhoist.copy.id_buffers import IdBuffers
 from kvhoist.copy.jit import compile_kernels
-from kvhoist.copy.relayout import DEFINES, NAME, SOURCE
+from kvhoist.copy.relayout import NAME, SOURCE
+from kvhoist.copy.rounds import DEFINES
 from kvhoist.platform.base import Platform
 
 
@@ -16,10 +17,13 @@ class DeviceKernels:
     may be under way then. Raises as `compile_kernels` does."""
 
     def __init__(self, platform: Platform) -> None:
-        capability = platform.capabilities.compute_capability
-        assert capability is not None, "kernels are for CUDA so far"
         compiled = compile_kernels(
-            SOURCE.read_text(), name=NAME, compute_capability=capability, defines=DEFINES, cache=CodeCache(None)
+            SOURCE.read_text(),
+            name=NAME,
+            compute_capability=platform.capabilities.compute_capability,
+            gpu_arch=platform.capabilities.gpu_arch,
+            defines=DEFINES,
+            cache=CodeCache(None),
         )
         self.module = platform.load_module(compiled.image)
         self.ids = IdBuffers(platform, self.module)

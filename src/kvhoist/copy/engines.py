@@ -16,13 +16,17 @@ from kvhoist.platform.base import Platform
 
 
 class EngineMaker:
-    """One staging ring a direction, and one set of kernels, for all engines that it makes. A context manager: nothing
-    may be under way at its end."""
+    """One staging ring a direction, and one set of kernels, for all engines that it makes. `block_quota` is how many
+    blocks `mapped` may take from the model; None takes the platform's. A context manager: nothing may be under way at
+    its end."""
 
-    def __init__(self, platform: Platform, arena: HostArena, staging_bytes: int) -> None:
+    def __init__(
+        self, platform: Platform, arena: HostArena, staging_bytes: int, block_quota: int | None = None
+    ) -> None:
         self._platform = platform
         self._arena = arena
         self._staging_bytes = staging_bytes
+        self._quota = platform.capabilities.block_quota if block_quota is None else block_quota
         self._kernels: DeviceKernels | None = None
         self._rings: dict[bool, StagingRing] = {}
         self._undo = contextlib.ExitStack()
@@ -35,8 +39,7 @@ class EngineMaker:
         if self._kernels is None:
             self._kernels = self._undo.enter_context(DeviceKernels(self._platform))
         if engine == "mapped":
-            quota = self._platform.capabilities.block_quota
-            return MappedCopy(between, self._kernels, block_quota=quota, num_groups=num_groups)
+            return MappedCopy(between, self._kernels, block_quota=self._quota, num_groups=num_groups)
         if between.loads not in self._rings:
             self._rings[between.loads] = make_ring(self._platform, self._arena, self._staging_bytes)
         return StagedCopy(between, self._kernels, self._rings[between.loads], num_groups=num_groups)

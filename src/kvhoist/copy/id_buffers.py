@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvhoist.copy.nests import End, Nest
-from kvhoist.copy.relayout import WORDS, Relayout
+from kvhoist.copy.relayout import Relayout
+from kvhoist.copy.rounds import WORDS
 from kvhoist.memory.pinned import close_registration
 from kvhoist.platform.base import (
     ByteArray,
@@ -92,7 +93,7 @@ class IdBuffers:
         self.give_back(buffer, marks[-1][1])
 
     def _make(self, num_bytes: int) -> IdBuffer:
-        host = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)  # registered by whole memory pages
+        host = _whole_pages(num_bytes)
         device = self._platform.allocate(num_bytes)
         src, dst = (End(0, start, _STEP_BYTES, 0) for start in (0, device.address))
         to_device = Relayout(
@@ -113,6 +114,11 @@ class IdBuffers:
         for buffer in self._buffers:
             close_registration(buffer.registration)
         self._buffers.clear()
+
+
+def _whole_pages(num_bytes: int) -> ByteArray:
+    """Return memory that shares no page with other memory: pages are what a runtime pins, and unpins."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
 
 
 def _is_free(buffer: IdBuffer) -> bool:

@@ -10,7 +10,8 @@ from kvhoist.copy.device_kernels import DeviceKernels
 from kvhoist.copy.engine import Between, Started, whole_or_nothing
 from kvhoist.copy.nests import Nest
 from kvhoist.copy.plan import CopyPlan
-from kvhoist.copy.relayout import MAX_BLOCK_THREADS, Relayout, word_bytes_of
+from kvhoist.copy.relayout import Relayout, word_bytes_of
+from kvhoist.copy.rounds import MAX_BLOCK_THREADS
 from kvhoist.platform.base import Event, IdArray, Stream
 
 

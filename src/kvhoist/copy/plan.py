@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvhoist.copy.nests import Nest, make_nests, steps_per_unit
+from kvhoist.copy.rounds import CopyRounds, divisor_of, rounds_of
 from kvhoist.errors import ConfigError, LayoutError, PageIdError
 from kvhoist.layout import Layout, Unit
 from kvhoist.messages import LEFT_OUT
@@ -130,8 +130,13 @@ class CopyPlan:
     @cached_property
     def alignment_bytes(self) -> int:
         """The largest power of two that divides every run's length and both of its offsets, for any ids."""
-        divisor = math.gcd(*(number for nest in self.nests for number in nest.numbers()))
+        divisor = divisor_of(self.nests)
         return divisor & -divisor
+
+    @cached_property
+    def rounds(self) -> CopyRounds | None:
+        """How the kernels move the runs between buffers that are aligned to 16 bytes; None where they cannot."""
+        return rounds_of(self.nests)
 
     @property
     def step_bytes(self) -> int:
@@ -192,6 +197,7 @@ class CopyPlan:
             "min_run_bytes": self.min_run_bytes,
             "max_run_bytes": self.max_run_bytes,
             "alignment_bytes": self.alignment_bytes,
+            "rounds": None if self.rounds is None else {**asdict(self.rounds), "round_bytes": self.rounds.round_bytes},
             "engines": [asdict(choice) for choice in self.choices],
             "loops": [
                 {"times": times, "run_bytes": run_bytes, "axes": [axis._asdict() for axis in axes]}
@@ -211,6 +217,7 @@ class CopyPlan:
             f"  page    {format_bytes(self.page_bytes)}{steps}, {self.num_runs} runs, "
             f"{len(self.layers)} layers ({self.layers[0]} to {self.layers[-1]})",
             f"  run     {shown}, aligned to {self.alignment_bytes} B",
+            f"  rounds  {self.rounds or 'none: the kernels cannot move these runs'}",
             *(f"  engine  {choice}" for choice in self.choices or ("not chosen yet",)),
         ]
         for (run_bytes, axes), times in self._loops().items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from ctypes import c_int64
 from importlib import resources
@@ -11,19 +10,12 @@ from importlib import resources
 import numpy as np
 
 from kvhoist.copy.nests import Axis, End, Nest
+from kvhoist.copy.rounds import GROUP_THREADS, MAX_LOOPS, SERVED, CopyRounds, refusal_of, rounds_of
 from kvhoist.errors import ConfigError
 from kvhoist.platform.base import IdArray, KernelCall, Module, Platform, Stream
 
 NAME = "relayout.cuh"
 SOURCE = resources.files("kvhoist.copy").joinpath(f"kernels/{NAME}")
-
-GROUP_THREADS = 32
-UNROLL = 8
-MAX_BLOCK_THREADS = 1024
-DEFINES = {"GROUP_THREADS": GROUP_THREADS, "UNROLL": UNROLL, "MAX_BLOCK_THREADS": MAX_BLOCK_THREADS}
-MAX_AXES = 4
-WORDS = (16, 8, 4)
-"""Bytes that a thread moves at once: the kernels are called relayout16, relayout8 and relayout4."""
 
 
 class SideParameters(ctypes.Structure):
@@ -33,7 +25,7 @@ class SideParameters(ctypes.Structure):
         ("base", c_int64),
         ("unit_stride", c_int64),
         ("block_stride", c_int64),
-        ("stride", c_int64 * MAX_AXES),
+        ("stride", c_int64 * MAX_LOOPS),
         ("ids", c_int64),
         ("per_unit", c_int64),
     )
@@ -49,7 +41,7 @@ class RelayoutParameters(ctypes.Structure):
         ("num_places", c_int64),
         ("num_steps", c_int64),
         ("run_bytes", c_int64),
-        ("length", c_int64 * MAX_AXES),
+        ("length", c_int64 * MAX_LOOPS),
     )
 
 
@@ -81,7 +73,7 @@ class Relayout:
         first = 0
         for group in _alike(nests):
             nest = group[0]
-            axes = (*((1, 0, 0),) * (MAX_AXES - len(nest.axes)), *nest.axes)
+            axes = (*((1, 0, 0),) * (MAX_LOOPS - len(nest.axes)), *nest.axes)
             per_unit = (steps_per_page, steps_per_id) if scatters else (steps_per_id, steps_per_page)
             parameters = RelayoutParameters(
                 _side(nest.src, [axis[1] for axis in axes], per_unit[0]),
@@ -90,9 +82,9 @@ class Relayout:
                 len(group),
                 0,
                 nest.run_bytes,
-                (c_int64 * MAX_AXES)(*(axis[0] for axis in axes)),
+                (c_int64 * MAX_LOOPS)(*(axis[0] for axis in axes)),
             )
-            pieces = -(-nest.run_bytes // (word_bytes * GROUP_THREADS * UNROLL))
+            pieces = CopyRounds(word_bytes).pieces_of(nest.run_bytes)
             pages, cache = (parameters.src, parameters.dst) if scatters else (parameters.dst, parameters.src)
             call = module.prepare(f"relayout{word_bytes}", parameters)
             self._launches.append((call, parameters, pages, cache, len(group) * nest.num_runs * pieces))
@@ -116,17 +108,15 @@ def _pack_places(nests: Sequence[Nest]) -> IdArray:
 def word_bytes_of(nests: Sequence[Nest]) -> int:
     """Return the widest word that all addresses and runs are multiples of. Raises ConfigError where the kernel cannot
     move them."""
-    divisor = math.gcd(*(number for nest in nests for number in nest.numbers()))
-    depth = max(len(nest.axes) for nest in nests)
-    word = next((word for word in WORDS if divisor % word == 0), None)
-    if word is None or depth > MAX_AXES:
+    rounds = rounds_of(nests)
+    if rounds is None:
         raise ConfigError(
             "the kernels cannot move these rows",
-            got=f"runs and places aligned to {divisor & -divisor} B, {depth} loops",
-            expected=f"multiples of {WORDS[-1]} bytes, at most {MAX_AXES} loops",
+            got=refusal_of(nests),
+            expected=SERVED,
             remedy="Set io_backend to 'dma'.",
         )
-    return word
+    return rounds.word_bytes
 
 
 def _alike(nests: Sequence[Nest]) -> list[list[Nest]]:
@@ -139,4 +129,6 @@ def _alike(nests: Sequence[Nest]) -> list[list[Nest]]:
 
 
 def _side(end: End, strides: list[int], per_unit: int) -> SideParameters:
-    return SideParameters(0, end.unit_stride_bytes, end.block_stride_bytes, (c_int64 * MAX_AXES)(*strides), 0, per_unit)
+    return SideParameters(
+        0, end.unit_stride_bytes, end.block_stride_bytes, (c_int64 * MAX_LOOPS)(*strides), 0, per_unit
+    )

@@ -6,8 +6,10 @@ import contextlib
 import logging
 import mmap
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from kvhoist.geometry import CacheGroup
 from kvhoist.layout import HostOrder, Layout, host_layout
 from kvhoist.memory.budget import Budget, host_budget
 from kvhoist.platform.base import ByteArray, MemoryRegion
+from kvhoist.platform.cpu import host_view
 from kvhoist.units import format_bytes, parse_bytes
 
 _log = logging.getLogger(__name__)
@@ -41,11 +44,13 @@ class HostArena:
         order: HostOrder = HostOrder.PAGE_FIRST_DIRECT,
         first_touch_threads: int = 0,
         budget: Budget | None = None,
+        allocate: Callable[[int], MemoryRegion | None] | None = None,
     ) -> None:
         """Map memory for `num_pages` pages, or for as many whole pages as `host_bytes` hold.
 
         With `first_touch_threads` every page is backed before this returns, else on first use. `budget` defaults to
-        `host_budget()`. Raises HostMemoryError for what the machine, a cgroup or a limit of this process does not have,
+        `host_budget()`. `allocate` (`Platform.allocate_host`) may give other memory for so many bytes, or None. Raises
+        as that does, and HostMemoryError for what the machine, a cgroup or a limit of this process does not have,
         ConfigError for neither or both sizes, sizes that hold no page, or an order that has no page pitch.
         """
         self._group = group
@@ -57,11 +62,14 @@ class HostArena:
             )
         self._layout = host_layout(group, self._num_pages, order)
         self._num_bytes = self._num_pages * group.page_pitch_bytes
-        memory = _map(self._num_bytes, budget or host_budget())
+        budget = budget or host_budget()
+        if self._num_bytes > budget.available_bytes:
+            raise _no_memory(self._num_bytes, budget)
+        given = allocate(self._num_bytes) if allocate else None
+        memory: Any = _map(self._num_bytes, budget) if given is None else given.owner
         self._memory = weakref.ref(memory)
-        self._buffer: ByteArray | None = np.frombuffer(memory, dtype=np.uint8)
-        del memory
-        if first_touch_threads > 0:
+        self._buffer: ByteArray | None = np.frombuffer(memory, np.uint8) if given is None else host_view(given)
+        if first_touch_threads > 0 and given is None:
             _touch(self._buffer, first_touch_threads)
 
     @property
@@ -155,8 +163,6 @@ def _num_pages(group: CacheGroup, num_pages: int | None, host_bytes: int | str |
 
 
 def _map(num_bytes: int, budget: Budget) -> mmap.mmap:
-    if num_bytes > budget.available_bytes:
-        raise _no_memory(num_bytes, budget)
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:

@@ -67,9 +67,10 @@ class Capabilities:
     registers_host: bool  # `register` pins memory for DMA and may answer another device address
     launches_kernels: bool  # `load_module` works
     compute_capability: tuple[int, int] | None = None  # what NVIDIA calls the architecture that kernels are made for
+    gpu_arch: str = ""  # what AMD calls it, "gfx942"; "" on NVIDIA, where compute_capability says it
     multiprocessors: int = 0  # how many blocks of a kernel run side by side, at least
     max_pitch_bytes: int = 0  # of a 2-D copy
-    block_quota: int = 0  # blocks that a kernel on mapped host memory may take from the model
+    block_quota: int = 0  # blocks that a kernel on mapped host memory may take from the model, unless a user says
 
 
 class Rects(NamedTuple):
@@ -194,6 +195,11 @@ class Platform(Protocol):
 
     def allocate(self, num_bytes: int) -> MemoryRegion:
         """Return device memory that is freed with the region's `owner`."""
+        ...
+
+    def allocate_host(self, num_bytes: int) -> MemoryRegion | None:
+        """Return host memory that the device's driver owns, freed with the region's `owner`, where the user asked for
+        such; else None: an arena maps its own. `register` takes either. Raises HostMemoryError."""
         ...
 
     def allocation_of(self, address: int) -> int:

@@ -133,6 +133,9 @@ class CpuPlatform:
     def allocate(self, num_bytes: int) -> MemoryRegion:
         return region_of(np.empty(num_bytes, dtype=np.uint8))
 
+    def allocate_host(self, num_bytes: int) -> MemoryRegion | None:
+        return None
+
     def allocation_of(self, address: int) -> int:
         return 0
 

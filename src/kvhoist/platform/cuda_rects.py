@@ -8,7 +8,7 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 import numpy as np
 
 from kvhoist.platform.base import Rects
-from kvhoist.platform.cuda_driver import CudaDriver
+from kvhoist.platform.gpu_driver import GpuDriver
 
 _POINTER = 1
 _UNIFIED = 4
@@ -48,9 +48,9 @@ class _Copy2D(ctypes.Structure):
     )
 
 
-def enqueue_rects(driver: CudaDriver, rects: Rects, stream: int) -> None:
+def enqueue_rects(driver: GpuDriver, rects: Rects, stream: int) -> None:
     """Enqueue the copies. Raises DeviceError."""
-    if not hasattr(driver.library, "cuMemcpy3DBatchAsync"):
+    if not hasattr(driver.call, "copy_rects"):
         _one_by_one(driver, rects, stream)
         return
     count = len(rects.sources)
@@ -67,11 +67,11 @@ def enqueue_rects(driver: CudaDriver, rects: Rects, stream: int) -> None:
     operations["order"] = _STREAM_ORDERED
     failed = c_size_t(0)
     address = operations.__array_interface__["data"][0]
-    if code := driver.library.cuMemcpy3DBatchAsync(count, address, byref(failed), 0, stream):
+    if code := driver.call.copy_rects(count, address, byref(failed), 0, stream):
         driver.check(code, f"copying a batch of {count} (entry {failed.value})")
 
 
-def _one_by_one(driver: CudaDriver, rects: Rects, stream: int) -> None:
+def _one_by_one(driver: GpuDriver, rects: Rects, stream: int) -> None:
     for src, dst, width, height, src_pitch, dst_pitch in zip(*(field.tolist() for field in rects), strict=True):
         one = _Copy2D(
             src_type=_UNIFIED,
@@ -83,5 +83,5 @@ def _one_by_one(driver: CudaDriver, rects: Rects, stream: int) -> None:
             width=width,
             height=height,
         )
-        if code := driver.library.cuMemcpy2DAsync_v2(byref(one), stream):
+        if code := driver.call.copy_rect(byref(one), stream):
             driver.check(code, f"copying {height} rows of {width} B")

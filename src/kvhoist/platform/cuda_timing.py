@@ -5,14 +5,14 @@ from __future__ import annotations
 from ctypes import byref, c_float, c_void_p
 
 from kvhoist.platform.base import Stream
-from kvhoist.platform.cuda import CudaPlatform
-from kvhoist.platform.cuda_streams import CudaStream
+from kvhoist.platform.gpu import GpuPlatform
+from kvhoist.platform.gpu_streams import GpuStream
 
 
 class StreamTimer:
     """Two points; used again and again, and destroyed with this object."""
 
-    def __init__(self, platform: CudaPlatform) -> None:
+    def __init__(self, platform: GpuPlatform) -> None:
         self._driver = platform.driver
         self._points = [self._make(), self._make()]
 
@@ -26,23 +26,23 @@ class StreamTimer:
         """Block until the second point has passed and return the time between them."""
         passed = c_float()
         with self._driver.current():
-            self._driver.check(self._driver.library.cuEventSynchronize(self._points[1]), "waiting for a timer")
-            code = self._driver.library.cuEventElapsedTime(byref(passed), *map(c_void_p, self._points))
+            self._driver.check(self._driver.call.event_synchronize(self._points[1]), "waiting for a timer")
+            code = self._driver.call.event_elapsed(byref(passed), *map(c_void_p, self._points))
             self._driver.check(code, "reading a timer")
         return passed.value * 1e-3
 
     def _make(self) -> int:
         handle = c_void_p()
         with self._driver.current():
-            self._driver.check(self._driver.library.cuEventCreate(byref(handle), 0), "making a timer")
+            self._driver.check(self._driver.call.event_create(byref(handle), 0), "making a timer")
         return int(handle.value or 0)
 
     def _record(self, which: int, stream: Stream) -> None:
-        assert isinstance(stream, CudaStream)
+        assert isinstance(stream, GpuStream)
         with self._driver.current():
-            code = self._driver.library.cuEventRecord(self._points[which], stream.handle)
+            code = self._driver.call.event_record(self._points[which], stream.handle)
             self._driver.check(code, "recording a timer")
 
     def __del__(self) -> None:
         for point in getattr(self, "_points", ()):
-            self._driver.library.cuEventDestroy_v2(point)
+            self._driver.call.event_destroy(point)

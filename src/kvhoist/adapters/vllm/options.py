@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvhoist.checks import count, seconds
-from kvhoist.config import DEFAULT_STAGING_BYTES
+from kvhoist.config import DEFAULT_STAGING_BYTES, MAX_BLOCK_QUOTA
 from kvhoist.control.eviction import eviction_factory
 from kvhoist.control.policy import WritePolicy
 from kvhoist.errors import ConfigError, PolicyError
@@ -52,8 +52,8 @@ class ConnectorOptions:
     weights_id, tenant: parts of the namespace: which weights these are (None: a fingerprint of the checkpoint), and
         whose pages.
     lookup_timeout_s, prefetch_timeout_s: how long a request may wait for storage to say what it holds, and to bring it.
-    io_threads, max_queued_pages, history_pages, io_backend, staging_bytes, debug_verify: as in CacheConfig, for each
-        rank.
+    io_threads, max_queued_pages, history_pages, io_backend, staging_bytes, block_quota, debug_verify: as in
+        CacheConfig, for each rank.
     on_error: what a problem at the start does: `fail` stops the engine, `disable` starts it without the cache.
     drain_timeout_s: how long a shutdown waits for pages on their way to storage; vLLM kills workers that take
         more than 5 seconds (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS).
@@ -75,6 +75,7 @@ class ConnectorOptions:
     history_pages: int = 65536
     io_backend: str = "auto"
     staging_bytes: int = DEFAULT_STAGING_BYTES
+    block_quota: int | None = None
     debug_verify: bool = False
     on_error: str = "fail"
     drain_timeout_s: float = 3.0
@@ -97,7 +98,8 @@ class ConnectorOptions:
             self._check_text(name, optional=True)
         for name in ("tenant", "io_backend", "eviction"):
             self._check_text(name, optional=False)
-        for name, most in (("blocks_per_page", 1 << 16), ("max_queued_pages", 1 << 30)):
+        limits = {"blocks_per_page": 1 << 16, "max_queued_pages": 1 << 30, "block_quota": MAX_BLOCK_QUOTA}
+        for name, most in limits.items():
             if getattr(self, name) is not None:
                 count(name, getattr(self, name), least=1, most=most)
         count("io_threads", self.io_threads, least=1, most=256)

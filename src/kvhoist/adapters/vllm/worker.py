@@ -57,7 +57,10 @@ class WorkerSide:
         self._closing = False
         with contextlib.ExitStack() as undo:
             self.arena = HostArena(
-                caches.group, host_bytes=host_bytes, first_touch_threads=touch_threads(self._platform)
+                caches.group,
+                host_bytes=host_bytes,
+                first_touch_threads=touch_threads(self._platform),
+                allocate=self._platform.allocate_host,
             )
             undo.callback(self.arena.close)
             self._store = None if options.storage is None else open_store(options.storage)
@@ -77,6 +80,7 @@ class WorkerSide:
                 shard=place.shard,
                 io_backend=options.io_backend,
                 staging_bytes=options.staging_bytes,
+                block_quota=options.block_quota,
                 debug_verify=options.debug_verify,
                 persists=place.persists and options.persists,
                 early_persist=True,

@@ -4,7 +4,8 @@
 // A launch serves nests of one shape (run length and loops) that differ in their places. The bytes of one step are
 //   for nest, for i0 in len[0] .. i3 in len[3], for byte in run_bytes:
 //     dst[nest.dst + step part + i . dst_stride + byte] = src[nest.src + step part + i . src_stride + byte]
-// and are cut into pieces of PIECE_BYTES; a group of 32 threads moves one piece at a time, 16, 8 or 4 bytes a thread.
+// and are cut into pieces; a group of 32 threads moves one piece at a time, by the rule of copy/rounds.py, which is here
+// as constants. A group is 32 threads by number and no warp: a wavefront of 64 lanes holds two, and nothing is exchanged.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -15,12 +16,50 @@ typedef long long i64;
 #ifndef UNROLL
 #define UNROLL 8
 #endif
+#ifndef WORDS
+#define WORDS 16, 8, 4
+#endif
 #ifndef MAX_BLOCK_THREADS
 #define MAX_BLOCK_THREADS 1024
 #endif
 
+static_assert(GROUP_THREADS == 32, "a copy group is 32 threads, whatever the width of the hardware's");
+static_assert(MAX_BLOCK_THREADS % GROUP_THREADS == 0, "a block is whole groups");
+static_assert(UNROLL == 1 || UNROLL == 2 || UNROLL == 4 || UNROLL == 8, "rounds of a piece");
+
+constexpr u32 PIECE_WORDS = GROUP_THREADS * UNROLL;
+
+constexpr u32 word_of(i64 bytes) { return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 0; }
+
+constexpr u32 pieces_of(u32 words) { return (words + PIECE_WORDS - 1) / PIECE_WORDS; }
+
+template <i64 ROW_BYTES> struct Rounds {
+    static constexpr u32 word_bytes = word_of(ROW_BYTES);
+    static_assert(word_bytes != 0, "no word of 16, 8 or 4 bytes divides this row");
+    static constexpr u32 round_bytes = word_bytes * GROUP_THREADS;
+    static constexpr u32 pieces = pieces_of(ROW_BYTES / word_bytes);
+    static constexpr u32 tail_bytes = ROW_BYTES % (word_bytes * PIECE_WORDS);
+};
+
+template <u32... ADMITTED> struct Host {
+    static constexpr bool has(u32 word) { return ((ADMITTED == word) || ...); }
+    static_assert(((word_of(ADMITTED) == ADMITTED) && ...), "the host admits rows that no word moves");
+    static_assert(has(16) && has(8) && has(4), "the host refuses rows that a word moves");
+};
+static_assert(sizeof(Host<WORDS>) > 0, "both rules are compared");
+
+#ifdef USE_ROCM  // single wide accesses with the non-temporal hint, which need vectors of the compiler's own
+typedef u32 Word16 __attribute__((ext_vector_type(4)));
+typedef u32 Word8 __attribute__((ext_vector_type(2)));
+#else
 struct alignas(16) Word16 { u32 x, y, z, w; };
 struct alignas(8) Word8 { u32 x, y; };
+#endif
+
+template <u32 WORD_BYTES> struct Word;
+template <> struct Word<16> { typedef Word16 Type; };
+template <> struct Word<8> { typedef Word8 Type; };
+template <> struct Word<4> { typedef u32 Type; };
 
 struct Place { i64 src, dst; };  // addresses, or offsets to `src_base` and `dst_base`
 
@@ -40,7 +79,17 @@ struct Relayout {
     i64 length[4];     // loops, outermost first; 1 where there is none
 };
 
+#ifdef USE_ROCM
 #ifdef KVHOIST_CPU
+#define GLOBAL
+#else
+#define GLOBAL __attribute__((address_space(1)))  // else addresses out of memory are flat ones
+#endif
+template <typename W> __device__ __forceinline__ W load(const W* p) {
+    return __builtin_nontemporal_load((const GLOBAL W*)p);
+}
+template <typename W> __device__ __forceinline__ void store(W* p, W v) { __builtin_nontemporal_store(v, (GLOBAL W*)p); }
+#elif defined(KVHOIST_CPU)
 template <typename W> static inline W load(const W* p) { return *p; }
 template <typename W> static inline void store(W* p, W v) { *p = v; }
 #else
@@ -81,9 +130,8 @@ __device__ __forceinline__ i64 unit_of(const Side& side, i64 step, i64* address)
 
 template <typename W>
 __device__ __forceinline__ void relayout(const Relayout& p, u32 group, u32 num_groups, u32 lane) {
-    const u32 piece_words = GROUP_THREADS * UNROLL;
     const u32 run_words = (u32)(p.run_bytes / (i64)sizeof(W));
-    const u32 pieces = (run_words + piece_words - 1) / piece_words;
+    const u32 pieces = pieces_of(run_words);
     const u32 n3 = (u32)p.length[3], n2 = (u32)p.length[2], n1 = (u32)p.length[1], n0 = (u32)p.length[0];
     const u32 runs = n0 * n1 * n2 * n3;
     const u32 places = (u32)p.num_places;
@@ -107,10 +155,10 @@ __device__ __forceinline__ void relayout(const Relayout& p, u32 group, u32 num_g
             src += run * p.src.stride[0] + i1 * p.src.stride[1] + i2 * p.src.stride[2] + i3 * p.src.stride[3];
             dst += run * p.dst.stride[0] + i1 * p.dst.stride[1] + i2 * p.dst.stride[2] + i3 * p.dst.stride[3];
         }
-        const u32 first = piece * piece_words + lane;
+        const u32 first = piece * PIECE_WORDS + lane;
         const W* from = (const W*)src + first;
         W* to = (W*)dst + first;
-        if ((piece + 1) * piece_words <= run_words) {
+        if ((piece + 1) * PIECE_WORDS <= run_words) {
             W held[UNROLL];
 #pragma unroll
             for (u32 k = 0; k < UNROLL; ++k) held[k] = load(from + k * GROUP_THREADS);
@@ -123,12 +171,13 @@ __device__ __forceinline__ void relayout(const Relayout& p, u32 group, u32 num_g
     }
 }
 
-#define KVHOIST_KERNEL(name, W)                                                                                 \
+#define KVHOIST_KERNEL(name, ROW_BYTES)                                                                         \
     extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS) name(const Relayout p) {                    \
+        typedef Word<Rounds<ROW_BYTES>::word_bytes>::Type W;                                                    \
         const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;                                               \
         relayout<W>(p, thread / GROUP_THREADS, gridDim.x * blockDim.x / GROUP_THREADS, thread % GROUP_THREADS); \
     }
 
-KVHOIST_KERNEL(relayout16, Word16)
-KVHOIST_KERNEL(relayout8, Word8)
-KVHOIST_KERNEL(relayout4, u32)
+KVHOIST_KERNEL(relayout16, 16)
+KVHOIST_KERNEL(relayout8, 8)
+KVHOIST_KERNEL(relayout4, 4)
