@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import math
@@ -149,7 +150,9 @@ class Simulator:
 @functools.cache
 def simulator() -> Simulator:
     """Return the process's simulator, compiled on first use."""
-    return Simulator(Path(tempfile.mkdtemp(prefix="kvhoist-hip-")))
+    folder = Path(tempfile.mkdtemp(prefix="kvhoist-hip-"))
+    atexit.register(shutil.rmtree, folder)
+    return Simulator(folder)
 
 
 def device_array(platform: Platform, shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray[Any, Any]:
