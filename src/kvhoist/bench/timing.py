@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 from kvhoist.copy.engine import CopyEngine
 from kvhoist.platform.base import IdArray, Platform, Priority, Stream
+from kvhoist.platform.gpu import GpuPlatform
+from kvhoist.platform.gpu_timing import StreamTimer
 
 _LEAD_BYTES = 256 << 20
 """Copied inside the device before what is timed: the CPU has enqueued that by then, and the L2 cache is cold. What
@@ -42,10 +44,7 @@ class _WallTimer:
 def make_timer(platform: Platform) -> Timer:
     if not platform.capabilities.asynchronous:
         return _WallTimer()
-    from kvhoist.platform.cuda import CudaPlatform
-    from kvhoist.platform.cuda_timing import StreamTimer
-
-    assert isinstance(platform, CudaPlatform)
+    assert isinstance(platform, GpuPlatform)
     return StreamTimer(platform)
 
 
