@@ -20,7 +20,7 @@ DEVICE = Device("cuda", 0)
 
 @pytest.mark.parametrize("bench", [copy_device, duplex, submit], ids=lambda bench: bench.__name__.rpartition(".")[2])
 def test_a_benchmark_runs_on_either_vendors_gpu(hip: Any, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_LEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(timing, "LEAD_BYTES", 1 << 20)
     monkeypatch.setattr(bench, "_NUM_PAGES", 2)
     monkeypatch.setattr(bench, "SMOKE", SMOKE[:1])
     result = bench.run(DEVICE, smoke=True)
