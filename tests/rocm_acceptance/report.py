@@ -162,7 +162,7 @@ def _speeds(row: Row | None, figures: Sequence[float]) -> Html:
 
 
 def _rates(*rates: float | None) -> str:
-    return " / ".join("bytes right" if rate is None else f"{rate:.2f}" for rate in dict.fromkeys(rates))
+    return " / ".join(f"{rate:.2f}" for rate in rates if rate is not None) or "bytes right"
 
 
 def _loads(rows: Sequence[Row], _: Mapping[str, Any]) -> str:
