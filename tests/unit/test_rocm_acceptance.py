@@ -16,7 +16,7 @@ import pytest
 import rocm_isa
 from device_rank import SMALL, ring_of
 from rocm_acceptance import __main__ as command
-from rocm_acceptance import matrix, runner, speeds
+from rocm_acceptance import matrix, migration, runner, speeds
 from rocm_acceptance.parts import PARTS
 from rocm_acceptance.report import page
 from rocm_acceptance.target import Target
@@ -193,6 +193,19 @@ def test_a_copy_that_fails_is_a_row_and_not_the_end(hip: Any) -> None:
     rows = list(matrix._rows([SMALL], ["dma", "staged"], (1,)))
     assert [row["pass"] for row in rows] == [False, True, True, True]
     assert "hipErrorOutOfMemory" in rows[0]["error"]
+
+
+def test_times_of_a_simulated_migration_are_left_out() -> None:
+    found = {"arm": "gtt", "worst_ms": 0.9, "migrations": [{"ms": 3.4, "answers": "512 EFAULT"}], "verdict": "right"}
+    assert migration.without_times(found) == {
+        "arm": "gtt",
+        "migrations": [{"answers": "512 EFAULT"}],
+        "verdict": "right",
+    }
+
+
+def test_a_benchmark_that_refuses_is_skipped_with_its_reason() -> None:
+    assert "is no device" in migration.bench(["submit", "--device", "tpu"])["skipped"]
 
 
 # -- speeds --------------------------------------------------------------------------------------------------------
