@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import math
@@ -156,6 +157,7 @@ class Simulator:
 def simulator() -> Simulator:
     """Return the process's simulator, compiled on first use."""
     folder = Path(tempfile.mkdtemp(prefix="kvhoist-hip-"))
+    atexit.register(shutil.rmtree, folder)
     build(folder)
     return Simulator(folder)
 

@@ -83,4 +83,4 @@ def test_options_that_describe_no_cache_are_refused(options: tuple[str, ...]) ->
 def test_it_prints_what_the_log_says() -> None:
     ran = CliRunner().invoke(app, ["explain-plan", *MHA], catch_exceptions=False)
     assert "mapped (auto: loads below 16.0 MiB)" in ran.output
-    assert "staged from 16 pages on in 4 layer groups" in ran.output
+    assert "staged from 32 pages on in 4 layer groups" in ran.output
