@@ -17,13 +17,14 @@ from rocm_acceptance.target import Row
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 _LAST_WORDS = 2000
+_KILLED_S = 30
 
 
 def run_process(
     command: Sequence[str], file: Path, *, deadline_s: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Run a part that writes its rows to `file`, at most `deadline_s`, and return `status`, `reason`, `seconds`, `rows`
-    and `said` (the end of what it printed). Nothing that the part started outlives this."""
+    and `said` (the end of what it printed). What the part started is killed at its end."""
     began = time.monotonic()
     said = file.with_suffix(".log")
     with said.open("wb") as log:
@@ -42,7 +43,8 @@ def run_process(
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that is stuck in the driver
+                process.wait(_KILLED_S)
     words = said.read_text(errors="replace")[-_LAST_WORDS:].strip()
     rows = _rows_of(file)
     status, reason = _verdict(rows, _why_ended(code, deadline_s, words))
