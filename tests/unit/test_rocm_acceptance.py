@@ -16,13 +16,14 @@ import pytest
 import rocm_isa
 from device_rank import SMALL, ring_of
 from rocm_acceptance import __main__ as command
-from rocm_acceptance import matrix, migration, runner, speeds
+from rocm_acceptance import machine, matrix, migration, runner, speeds
 from rocm_acceptance.parts import PARTS
 from rocm_acceptance.report import page
 from rocm_acceptance.target import Target
 
 from kvhoist.bench.facts import facts
 from kvhoist.bench.shapes import Shape
+from kvhoist.errors import MissingDependencyError
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240
@@ -148,6 +149,21 @@ def test_without_a_gpu_it_fails_and_says_what_is_missing(tmp_path: Path) -> None
     assert command.main(["--only", "matrix", "--output", str(tmp_path / "found")]) == 1
     (part,) = json.loads((tmp_path / "found.json").read_text())["parts"]
     assert "AMD's HIP runtime is not installed" in part["reason"]
+
+
+def test_the_machine_is_told_and_a_compiler_that_is_not_there_fails_it(
+    hip: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise MissingDependencyError("AMD's run-time compiler is not installed")
+
+    monkeypatch.setattr(machine, "load_hiprtc", missing)
+    rows = {row["what"]: row for row in machine.run(Target())}
+    assert rows["GPU 0"]["found"] == "simulated GPU 0, gfx942, 4 compute units (measured)"
+    assert rows["GPU 1"]["found"] == "simulated GPU 1, gfx942, 4 compute units"
+    assert rows["drivers"]["found"].endswith("HIP 7.2")
+    assert not rows["hipRTC"]["pass"]
+    assert rows["hipRTC"]["found"] == "AMD's run-time compiler is not installed"
 
 
 # -- wrong bytes ---------------------------------------------------------------------------------------------------
