@@ -36,14 +36,8 @@ _FILES = {
 
 
 def run(target: Target) -> Iterator[Row]:
-    """Yield facts, one a row; the GPUs and the kernels' compilation have verdicts."""
+    """Yield facts, one a row: first what needs no runtime. The GPUs and the kernels' compilation have verdicts."""
     yield _fact("kvhoist", kvhoist.__version__)
-    opened = target.open()
-    yield _fact("runtime", ", ".join(Path(path).name for path in loaded_hip()))
-    yield _fact("drivers", opened.driver.releases())
-    yield _fact("batch memcpy", "yes" if opened.driver.has_batch_copies else "no: one copy a page")
-    yield from _gpus()
-    yield from _compiled(target, opened.capabilities.gpu_arch)
     yield _fact("KFD", _kfd_version())
     for what, path in _FILES.items():
         yield _fact(what, _text(Settings.from_env().rocm_path / path))
@@ -54,6 +48,12 @@ def run(target: Target) -> Iterator[Row]:
     yield _fact("HSA_USERPTR_FOR_PAGED_MEM", os.environ.get("HSA_USERPTR_FOR_PAGED_MEM", "not set"))
     yield _fact("kernel", platform.release())
     yield _fact("torch", _torch())
+    opened = target.open()
+    yield _fact("runtime", ", ".join(Path(path).name for path in loaded_hip()))
+    yield _fact("drivers", opened.driver.releases())
+    yield _fact("batch memcpy", "yes" if opened.driver.has_batch_copies else "no: one copy a page")
+    yield from _gpus()
+    yield from _compiled(target, opened.capabilities.gpu_arch)
 
 
 def isa(target: Target) -> Iterator[Row]:
