@@ -30,6 +30,7 @@ ARCH = "gfx942"
 KINDS = ("allocations", "events", "host allocations", "modules", "registrations", "streams")
 
 _FOLDER = Path(__file__).parent
+_RUNTIME, _CODE_OBJECT = "libamdhip64.so", "relayout.co"
 _SOURCES = ("devices.c", "faults.c", "memory.c", "streams.c")
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -51,7 +52,7 @@ def build_code_object(folder: Path) -> Path:
     (folder / "relayout.cuh").write_text(kernel_shim.SOURCE.read_text())
     more = 'extern "C" const unsigned long hipsim_parameter_bytes = sizeof(Relayout);\n'
     (folder / "shim.cpp").write_text(kernel_shim.SHIM + more)
-    library, accesses = folder / "relayout.co", folder / "accesses.o"
+    library, accesses = folder / _CODE_OBJECT, folder / "accesses.o"
     macros = [f"-D{name}={value}" for name, value in DEFINES.items()]
     reporting = _REPORTING["clang" if "clang" in Path(os.path.realpath(found[0])).name else "g++"]
     options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", *macros]
@@ -66,23 +67,28 @@ def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, timeout=120)
 
 
+def build(folder: Path) -> None:
+    """Compile the runtime and the kernels for it into `folder`."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    assert compiler is not None, "no C compiler"
+    options = ["-std=gnu11", "-O2", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    sources = [str(_FOLDER / name) for name in _SOURCES]
+    _run([compiler, *options, *sources, "-o", str(folder / _RUNTIME), "-lpthread", "-ldl"])
+    build_code_object(folder)
+
+
 class Simulator:
-    """The library, loaded: from here on this process holds a HIP runtime, until its end."""
+    """What `build` made in a folder, loaded: from here on this process holds a HIP runtime, until its end."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "libamdhip64.so"
-        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-        assert compiler is not None, "no C compiler"
-        options = ["-std=gnu11", "-O2", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-        sources = [str(_FOLDER / name) for name in _SOURCES]
-        _run([compiler, *options, *sources, "-o", str(self.path), "-lpthread", "-ldl"])
+        self.path = folder / _RUNTIME
         self.library = ctypes.CDLL(str(self.path))
         self.library.hipsim_live.restype = self.library.hipsim_calls.restype = ctypes.c_long
         self.library.hipsim_message.restype = ctypes.c_char_p
         self.library.hipsim_pause.argtypes = (ctypes.c_uint64, ctypes.c_uint, ctypes.c_uint)
         self.library.hipsim_fail.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_int)
         self.library.hipLaunchHostFunc.argtypes = (ctypes.c_void_p, _HOST_FUNCTION, ctypes.c_void_p)
-        self.image = self.image_of(build_code_object(folder))
+        self.image = self.image_of(folder / _CODE_OBJECT)
         self._calls: dict[int, Any] = {}
         self.repair()
 
@@ -152,6 +158,7 @@ def simulator() -> Simulator:
     """Return the process's simulator, compiled on first use."""
     folder = Path(tempfile.mkdtemp(prefix="kvhoist-hip-"))
     atexit.register(shutil.rmtree, folder)
+    build(folder)
     return Simulator(folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,26 @@ def test_a_missing_runtime_is_named_with_how_to_get_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(rocm_library, "loaded_hip", lambda: ())
     monkeypatch.setattr(rocm_library, "_SONAMES", ("libamdhip64-of-nobody.so.7",))
     with pytest.raises(MissingDependencyError, match=r"HIP runtime.*libamdhip64-of-nobody.*torch for ROCm"):
+        rocm_library.load_hip()
+
+
+@pytest.mark.parametrize("where", ["torch/lib", "_rocm_sdk_core/lib", "opt/lib"])
+def test_a_runtime_that_nobody_has_loaded_is_found_in_wheels_and_installations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A file that is no library: the loader names it, and so shows that it was asked for it."""
+    (tmp_path / where).mkdir(parents=True)
+    (tmp_path / where / "libamdhip64-of-nobody.so.7").write_text("no library")
+    (tmp_path / "torch").mkdir(exist_ok=True)
+    (tmp_path / "torch/__init__.py").touch()
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "opt"))
+    monkeypatch.setattr(rocm_library, "loaded_hip", lambda: ())
+    monkeypatch.setattr(rocm_library, "_SONAMES", ("libamdhip64-of-nobody.so.7",))
+    with pytest.raises(
+        MissingDependencyError, match=rf"{where}/libamdhip64-of-nobody.so.7: (invalid ELF|file too short)"
+    ):
         rocm_library.load_hip()
 
 

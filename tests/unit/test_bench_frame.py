@@ -6,6 +6,7 @@ import datetime
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from kvhoist.bench.plot import check_plot, plot, title_of
 from kvhoist.bench.process import run_fresh
 from kvhoist.errors import ConfigError, HostMemoryError, KvhoistError, MissingDependencyError
 from kvhoist.memory.budget import Budget, Limit
+from kvhoist.platform import cuda_driver, rocm_driver
 from kvhoist.platform.base import CPU, Device
+from kvhoist.platform.cuda_driver import CudaDriver
+from kvhoist.platform.rocm_driver import RocmDriver
 
 GIB = 1 << 30
 
@@ -49,6 +53,28 @@ def test_facts_are_plain_data_and_the_date_is_utc() -> None:
     assert datetime.datetime.fromisoformat(found["date"]).utcoffset() == datetime.timedelta(0)
     assert set(found["machine"]) == {"cpu", "cpus", "load_average", "system", "python", "numpy"}
     assert found["machine"]["cpus"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("driver", "module", "version", "text", "told"),
+    [
+        (
+            CudaDriver,
+            cuda_driver,
+            13000,
+            "NVRM version: x86_64 Kernel Module  580.159.04  Release",
+            "580.159.04, CUDA 13.0",
+        ),
+        (CudaDriver, cuda_driver, 12080, "", "unknown, CUDA 12.8"),
+        (RocmDriver, rocm_driver, 70253211, "6.16.6", "amdgpu 6.16.6, HIP 7.2"),
+        (RocmDriver, rocm_driver, 60443482, "", "amdgpu of this kernel, HIP 6.4"),
+    ],
+)
+def test_releases_are_told_of_driver_and_runtime(
+    driver: Any, module: Any, version: int, text: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "text_of", lambda path: text)
+    assert driver.releases(SimpleNamespace(version=version)) == told
 
 
 def test_the_process_of_a_measurement_answers_with_its_last_line() -> None:

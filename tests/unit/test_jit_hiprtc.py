@@ -23,6 +23,7 @@ from kvhoist.copy.jit import GPU_ARCHS, CompiledKernels, compile_kernels
 from kvhoist.copy.relayout import NAME, SOURCE
 from kvhoist.copy.rounds import DEFINES, WORDS
 from kvhoist.errors import ConfigError, KvhoistError, MissingDependencyError
+from kvhoist.platform import rocm_library
 
 pytestmark = pytest.mark.skipif(
     fake_hiprtc.compiler() is None or not rocm_isa.is_installed(), reason="no C compiler or no ziglang here"
@@ -39,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rocm/lib").mkdir(parents=True)
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
     monkeypatch.setattr(hiprtc, "read_maps", lambda: "")
-    monkeypatch.setattr(hiprtc, "_torch_folder", list)
+    monkeypatch.setattr(rocm_library, "_torch_folder", list)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not list(Path(entry).glob("_rocm_sdk_*"))])
     load_hiprtc.cache_clear()
     return tmp_path / "rocm/lib"
@@ -145,7 +146,7 @@ def test_the_runtimes_own_goes_first_then_wheels_then_the_installation(
     maps = f"7f00-7f10 r--p 00000000 08:01 11 {beside}/libamdhip64.so.6\n"
     maps += "7f10-7f20 r--p 00000000 08:01 12 /opt/wheel/libhiprtc-0a1b.so\n"
     monkeypatch.setattr(hiprtc, "read_maps", lambda: maps)
-    monkeypatch.setattr(hiprtc, "_torch_folder", lambda: [torch])
+    monkeypatch.setattr(rocm_library, "_torch_folder", lambda: [torch])
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     candidates = list(hiprtc._candidates())
     sonames = ["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so"]

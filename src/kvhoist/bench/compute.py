@@ -1,4 +1,4 @@
-"""Work like a model's, to be measured alone and beside copies: kernels in a CUDA graph, or numpy in a thread."""
+"""Work like a model's, to be measured alone and beside copies: kernels in a captured graph, or numpy in a thread."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kvhoist.bench.shapes import SMOKE, Shape, table_shapes
 from kvhoist.bench.timing import Arm, Lead, Peak, Times
 from kvhoist.copy.choose import LOAD_GROUPS
 from kvhoist.platform.base import Device, Platform
-from kvhoist.platform.cuda import CudaPlatform
+from kvhoist.platform.open import open_platform
 
 TARGETS = {"events": 0.97, "wall": 0.93}
 TARGETS_FROM_256_MIB = {"events": 0.98, "wall": 0.96}
@@ -49,7 +49,7 @@ VARIANTS = (
 def run(device: Device, *, smoke: bool = False, repeats: int = 9, also: Sequence[str] = ()) -> dict[str, Any]:
     """Measure every shape on `device` and return plain data. `also` are others' engines, as `Rig.engine` takes them.
     Raises ConfigError where there is no such GPU or engine, KvhoistError where a byte is wrong."""
-    platform = CudaPlatform(device)
+    platform = open_platform(device)
     platform.enter_thread()
     variants = [*VARIANTS, *(_Variant(engine, loads) for engine in also for loads in (False, True))]
     repeats = 3 if smoke else repeats

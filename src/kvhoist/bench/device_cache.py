@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import math
 from typing import Any
 
 import numpy as np
@@ -13,29 +13,31 @@ from kvhoist.platform.base import MemoryRegion, Platform
 
 
 class DeviceTensor:
-    """Device memory as far as `read_device_layout` looks at tensors: contiguous bytes of `shape`."""
+    """Device memory as far as `read_device_layout` looks at tensors: contiguous bytes of `shape`, `offset_bytes` behind
+    the start of a region, which is its storage."""
 
     dtype = "uint8"
 
-    def __init__(self, platform: Platform, shape: tuple[int, ...]) -> None:
+    def __init__(self, region: MemoryRegion, shape: tuple[int, ...], offset_bytes: int = 0) -> None:
+        self.region = region
         self.shape = shape
-        self.region: MemoryRegion = platform.allocate(int(np.prod(shape)))
-        self.device = SimpleNamespace(type=platform.device.type, index=platform.device.index)
+        self.device = region.device
+        self._offset_bytes = offset_bytes
 
     def data_ptr(self) -> int:
-        return self.region.address
+        return self.region.address + self._offset_bytes
 
     def nbytes(self) -> int:
-        return self.region.num_bytes
+        return math.prod(self.shape)
 
     def stride(self) -> tuple[int, ...]:
-        return tuple(int(np.prod(self.shape[i + 1 :])) for i in range(len(self.shape)))
+        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
     def element_size(self) -> int:
         return 1
 
     def untyped_storage(self) -> DeviceTensor:
-        return self
+        return DeviceTensor(self.region, (self.region.num_bytes,))
 
 
 def device_cache(
@@ -47,7 +49,7 @@ def device_cache(
     made: list[DeviceTensor] = []
 
     def tensor(*shape: int) -> DeviceTensor:
-        made.append(DeviceTensor(platform, shape))
+        made.append(DeviceTensor(platform.allocate(math.prod(shape)), shape))
         return made[-1]
 
     tensors: dict[str, Any] = {}

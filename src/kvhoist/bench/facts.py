@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from kvhoist.platform.base import CPU, Device
-from kvhoist.platform.cuda_driver import CudaDriver
+from kvhoist.platform.gpu import GpuPlatform
+from kvhoist.platform.open import open_platform
 
 _FOLDERS = re.compile(r"(?<![\w.])(?:~[\w-]*)?/+(?:[^\s/]+/+)*(?=[^\s/])")
 """The folders of an absolute path, inside of an argument: `--plot=/tmp/a.png`, `file:/data/kv`."""
-
-_DRIVER_RELEASE = re.compile(r"\s(\d{3}\.[\d.]*\d)\s")
 
 
 def facts(device: Device = CPU) -> dict[str, Any]:
@@ -57,14 +56,15 @@ def cpu_model() -> str:
 def gpu(device: Device) -> dict[str, Any]:
     """Return a GPU's name and what it is. Opens the device in this process, if nothing has done so. Raises ConfigError
     where there is no such GPU."""
-    driver = CudaDriver(device.index)
-    major, minor = driver.version // 1000, driver.version % 1000 // 10
-    release = _DRIVER_RELEASE.search("\n".join(_lines("/proc/driver/nvidia/version")))
+    platform = open_platform(device)
+    assert isinstance(platform, GpuPlatform)
+    can = platform.capabilities
+    found = {"compute_capability": list(can.compute_capability)} if can.compute_capability else {"target": can.gpu_arch}
     return {
-        "name": driver.name,
-        "compute_capability": list(driver.compute_capability),
-        "multiprocessors": driver.num_multiprocessors,
-        "driver": f"{release[1] if release else 'unknown'}, CUDA {major}.{minor}",
+        "name": platform.driver.name,
+        **found,
+        "multiprocessors": can.multiprocessors,
+        "driver": platform.driver.releases(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Kernels like a model's, captured in a CUDA graph: products that keep the multiprocessors busy, and ones that keep the
+"""Kernels like a model's, captured in a graph: products that keep the multiprocessors busy, and ones that keep the
 memory busy. The only module of the benchmarks, with `ttft`, that needs torch."""
 
 from __future__ import annotations

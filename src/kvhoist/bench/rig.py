@@ -29,7 +29,7 @@ STAGING_BYTES = 256 << 20
 class Rig:
     """`num_pages` pages on a device, layer-first, with an allocation a layer and component or (`one_allocation`) one a
     component; and as many in pinned host memory, registered in one piece. Half of each, scattered, are meant to be
-    copied. A context manager."""
+    copied. `block_quota` as of `EngineMaker`. A context manager."""
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class Rig:
         num_pages: int,
         staging_bytes: int = STAGING_BYTES,
         one_allocation: bool = False,
+        block_quota: int | None = None,
     ) -> None:
         rng = np.random.default_rng(0)
         self.platform = platform
@@ -48,7 +49,7 @@ class Rig:
         self.arena = HostArena(group, num_pages=num_pages, first_touch_threads=touch_threads(platform))
         with contextlib.ExitStack() as undo:
             self.host = undo.enter_context(PinnedArena(self.arena, platform, piece_bytes=self.arena.num_bytes))
-            self._make = undo.enter_context(EngineMaker(platform, self.arena, staging_bytes))
+            self._make = undo.enter_context(EngineMaker(platform, self.arena, staging_bytes, block_quota))
             self._undo = undo.pop_all()
         self._engines: list[CopyEngine] = []
         self.pages = rng.permutation(num_pages).astype(np.int64)

@@ -7,8 +7,10 @@ from typing import NamedTuple, Protocol
 
 from kvhoist.copy.engine import CopyEngine
 from kvhoist.platform.base import IdArray, Platform, Priority, Stream
+from kvhoist.platform.gpu import GpuPlatform
+from kvhoist.platform.gpu_timing import StreamTimer
 
-_LEAD_BYTES = 256 << 20
+LEAD_BYTES = 256 << 20
 """Copied inside the device before what is timed: the CPU has enqueued that by then, and the L2 cache is cold. What
 triton's do_bench does by zeroing as many bytes."""
 
@@ -42,10 +44,7 @@ class _WallTimer:
 def make_timer(platform: Platform) -> Timer:
     if not platform.capabilities.asynchronous:
         return _WallTimer()
-    from kvhoist.platform.cuda import CudaPlatform
-    from kvhoist.platform.cuda_timing import StreamTimer
-
-    assert isinstance(platform, CudaPlatform)
+    assert isinstance(platform, GpuPlatform)
     return StreamTimer(platform)
 
 
@@ -94,11 +93,12 @@ class Arm:
 
 
 class Lead:
-    """Work for a stream: a copy inside the device."""
+    """Work for a stream: a copy of `num_bytes` (default: LEAD_BYTES) inside the device; none where work is done when
+    its call returns."""
 
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, platform: Platform, num_bytes: int | None = None) -> None:
         self._platform = platform
-        self._num_bytes = _LEAD_BYTES if platform.capabilities.asynchronous else 0
+        self._num_bytes = (LEAD_BYTES if num_bytes is None else num_bytes) if platform.capabilities.asynchronous else 0
         self._memory = platform.allocate(max(1, 2 * self._num_bytes))
 
     def enqueue(self, stream: Stream) -> None:

@@ -22,7 +22,7 @@ bench_app = typer.Typer(
 )
 
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="A few seconds, to see that it runs; figures mean nothing.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, or a GPU: cuda, cuda:1.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, or a GPU, AMD's too: cuda, cuda:1.")]
 
 
 @bench_app.command()

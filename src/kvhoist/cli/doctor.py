@@ -144,7 +144,7 @@ def _memory() -> Iterator[Finding]:
 
 def _gpus() -> Iterator[Finding]:
     """Read from the drivers' files, so that no runtime has to be there."""
-    unused = "not served yet: this version copies on CPUs and NVIDIA GPUs"
+    untried = "never tried on such hardware: see docs/rocm.md, and run scripts/rocm-acceptance"
     cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     for card in cards:
         model = next(
@@ -154,7 +154,7 @@ def _gpus() -> Iterator[Finding]:
     for node in sorted(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/name")):
         if name := _read(node).strip():
             cards.append(node)
-            yield Finding("gpu", f"AMD node {node.parent.name}", Status.INFO, f"{name}; {unused}")
+            yield Finding("gpu", f"AMD node {node.parent.name}", Status.INFO, f"{name}; {untried}")
     if not cards:
         yield Finding("gpu", "visible", Status.INFO, "none; the CPU platform needs none")
 

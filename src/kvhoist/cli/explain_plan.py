@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -15,9 +15,9 @@ from kvhoist.copy.plan import CopyPlan
 from kvhoist.errors import ConfigError
 from kvhoist.geometry import CacheGeometry, CacheGroup
 from kvhoist.layout import HostOrder, host_layout
+from kvhoist.platform import cuda, rocm
 from kvhoist.platform.base import CPU, Capabilities, Device
 from kvhoist.platform.cpu import CpuPlatform
-from kvhoist.platform.cuda import CAPABILITIES
 from kvhoist.units import parse_bytes
 
 _PAGES = 2
@@ -34,8 +34,8 @@ class _Described:
 
 _PLATFORMS = {
     "cpu": _Described("cpu", CPU, CpuPlatform.capabilities),
-    "cuda": _Described("cuda", Device("cuda"), CAPABILITIES),
-    "rocm": _Described("rocm", Device("cuda"), replace(CAPABILITIES, block_quota=16)),
+    "cuda": _Described("cuda", Device("cuda"), cuda.CAPABILITIES),
+    "rocm": _Described("rocm", Device("cuda"), rocm.CAPABILITIES),
 }
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 from kvhoist.copy.rtc import Kind, RuntimeCompiler, first_of, mapped, read_maps, size_of
 from kvhoist.errors import MissingDependencyError
-from kvhoist.settings import Settings
+from kvhoist.platform.rocm_library import rocm_folders
 
 _SONAMES = ("libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so")
 """Of the ROCm releases whose interface is known, and what torch's wheels call theirs."""
@@ -68,13 +66,4 @@ def _candidates() -> Iterator[tuple[str, int]]:
 def _folders() -> list[Path]:
     """Return where a hipRTC may lie, by preference."""
     runtimes = [Path(path).parent for path, _ in mapped("amdhip64", read_maps())]
-    wheels = [lib for entry in sys.path for lib in sorted(Path(entry).glob("_rocm_sdk_*/lib"))]
-    return [*dict.fromkeys([*runtimes, *_torch_folder(), *wheels, Settings.from_env().rocm_path / "lib"])]
-
-
-def _torch_folder() -> list[Path]:
-    try:
-        spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):  # ValueError: a module of that name without a spec
-        return []
-    return [Path(place) / "lib" for place in spec.submodule_search_locations or ()] if spec else []
+    return [*dict.fromkeys([*runtimes, *rocm_folders()])]

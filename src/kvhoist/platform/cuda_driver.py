@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 from collections.abc import Iterator
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 
 from kvhoist.errors import ConfigError
 from kvhoist.platform.base import Rects
 from kvhoist.platform.cuda_rects import enqueue_rects
-from kvhoist.platform.gpu_driver import GpuDriver
+from kvhoist.platform.gpu_driver import GpuDriver, text_of
 
 _LIBRARY = "libcuda.so.1"
+_DRIVER_FILE, _RELEASE = "/proc/driver/nvidia/version", re.compile(r"\s(\d{3}\.[\d.]*\d)\s")
 
 _FUNCTIONS = {
     "allocate": "cuMemAlloc_v2",
@@ -163,6 +165,10 @@ class CudaDriver(GpuDriver):
         self.call.error_name(code, byref(name))
         self.call.error_text(code, byref(text))
         return f"{(name.value or b'unknown error').decode()} ({code}): {(text.value or b'').decode()}"
+
+    def releases(self) -> str:
+        found = _RELEASE.search(text_of(_DRIVER_FILE))
+        return f"{found[1] if found else 'unknown'}, CUDA {self.version // 1000}.{self.version % 1000 // 10}"
 
     def _make_current(self) -> None:
         self.check(self.call.context_set(self._context), "making the device current")

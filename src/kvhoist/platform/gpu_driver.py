@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,10 @@ class GpuDriver:
     def error_name(self, code: int) -> str:
         raise NotImplementedError
 
+    def releases(self) -> str:
+        """Return which releases of the kernel's driver and of the runtime these are, for a reader of measurements."""
+        raise NotImplementedError
+
     def forget_error(self) -> None:
         """Let nobody else find an error that was dealt with here."""
 
@@ -169,6 +174,14 @@ class GpuDriver:
         value = c_int()
         self.check(self.call.device_attribute(byref(value), which, device), "asking for an attribute")
         return value.value
+
+
+def text_of(path: str) -> str:
+    """Return what one of the system's files says; "" where it is not there."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _destroy_events(destroy: Any, events: list[int]) -> None:

@@ -10,7 +10,7 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 
 from kvhoist.errors import ConfigError
 from kvhoist.platform.base import Rects
-from kvhoist.platform.gpu_driver import GpuDriver
+from kvhoist.platform.gpu_driver import GpuDriver, text_of
 from kvhoist.platform.rocm_library import load_hip
 
 _FUNCTIONS = {
@@ -70,6 +70,9 @@ _OTHERS = {
 
 _OPTIONAL = ("copy_batch",)
 """ROCm 7.1 has it."""
+
+_DRIVER_FILE = "/sys/module/amdgpu/version"
+"""There where the driver is AMD's own package; the kernel's own has no version."""
 
 _BY_ADDRESS = 4
 """hipMemcpyDefault: the runtime finds out which memory an address is of."""
@@ -152,6 +155,10 @@ class RocmDriver(GpuDriver):
     def forget_error(self) -> None:
         """HIP keeps a thread's last error for whoever asks next: torch does after each of its launches."""
         self.call.last_error()
+
+    def releases(self) -> str:
+        major, minor = divmod(self.version // 100_000, 100)
+        return f"amdgpu {text_of(_DRIVER_FILE) or 'of this kernel'}, HIP {major}.{minor}"
 
     def _make_current(self) -> None:
         self.check(self.call.set_device(self._index), "making the device current")

@@ -1,14 +1,18 @@
-"""The HIP runtime of this process: the one that is loaded (torch's), else the system loader's. Never a second copy."""
+"""The HIP runtime of this process: the one that is loaded, else the one that torch would load, else an installation's.
+Never a second copy."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import os
 import re
+import sys
 from pathlib import Path
 
 from kvhoist.errors import ConfigError, MissingDependencyError
+from kvhoist.settings import Settings
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +31,13 @@ def loaded_hip() -> tuple[str, ...]:
     return tuple(dict.fromkeys(match[0] for match in found if match))
 
 
+def rocm_folders() -> list[Path]:
+    """Return where ROCm's libraries may lie, by preference: torch's wheel and ROCm's own (`_rocm_sdk_*`), both found
+    without importing anything, an installation (ROCM_PATH, by default /opt/rocm)."""
+    wheels = [lib for entry in sys.path for lib in sorted(Path(entry).glob("_rocm_sdk_*/lib"))]
+    return [*_torch_folder(), *wheels, Settings.from_env().rocm_path / "lib"]
+
+
 def load_hip() -> ctypes.CDLL:
     """Return the process's HIP runtime: a second one would have streams, events and registrations of its own.
 
@@ -41,7 +52,7 @@ def load_hip() -> ctypes.CDLL:
             remedy="Keep LD_LIBRARY_PATH and LD_PRELOAD from bringing a second one beside torch's.",
         )
     failures = []
-    for name, mode in [(path, os.RTLD_NOLOAD | os.RTLD_NOW) for path in loaded] or [(n, os.RTLD_NOW) for n in _SONAMES]:
+    for name, mode in [(path, os.RTLD_NOLOAD | os.RTLD_NOW) for path in loaded] or _not_loaded():
         try:
             library = ctypes.CDLL(name, mode)
         except OSError as error:
@@ -53,5 +64,20 @@ def load_hip() -> ctypes.CDLL:
         "AMD's HIP runtime is not installed",
         got="; ".join(failures),
         expected=" or ".join(_SONAMES),
-        remedy="Install torch for ROCm, which brings it, or ROCm 6 or later; or keep KV tensors on the CPU.",
+        remedy="Install torch for ROCm, which brings it, or ROCm 6 or later (ROCM_PATH where it is not in /opt/rocm), "
+        "or keep KV tensors on the CPU.",
     )
+
+
+def _not_loaded() -> list[tuple[str, int]]:
+    """Return paths and names for the loader, with its mode."""
+    files = [folder / name for folder in rocm_folders() for name in _SONAMES]
+    return [(name, os.RTLD_NOW) for name in (*(str(file) for file in files if file.exists()), *_SONAMES)]
+
+
+def _torch_folder() -> list[Path]:
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):  # ValueError: a module of that name without a spec
+        return []
+    return [Path(place) / "lib" for place in spec.submodule_search_locations or ()] if spec else []
