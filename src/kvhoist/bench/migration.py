@@ -114,6 +114,7 @@ def row_of(arm: str, answer: dict[str, Any]) -> dict[str, Any]:
     wrong = _not_moved(answer) if arm == REGISTERED else _not_fixed(answer)
     return {
         "arm": arm,
+        "host_pid": answer.get("host_pid"),
         "iterations": len(times),
         "median_ms": round(median, 4),
         "p99_ms": round(float(np.percentile(times, 99)), 4),

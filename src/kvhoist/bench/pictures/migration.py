@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ def draw(figure: Any, result: Mapping[str, Any]) -> None:
     latencies = {row["arm"]: [row[field] for field in _LATENCIES] for row in rows}
     grouped_bars(left, list(_LATENCIES.values()), latencies, colors)
     left.set_yscale("log")
+    left.set_ylim(bottom=10 ** math.floor(math.log10(min(map(min, latencies.values())))))
     left.set_ylabel("ms")
     left.set_title("an iteration, while pages are migrated", fontsize=10)
     legend(left)
