@@ -1,10 +1,10 @@
 """What it costs when the kernel migrates pages of the host tier, on AMD's GPUs: registered memory beside the driver's.
 
 Registered memory (`hipHostRegister`) is the process's own: pages may move, and then the driver evicts all queues of
-the process until they are mapped anew. Memory of the driver's own (`hipHostMalloc`, GTT) cannot move. Both arms do the same
-on one idle GPU, each in a process of its own, since HSA_USERPTR_FOR_PAGED_MEM decides before HIP starts: four products
-of 4096 x 4096 matrices in bf16, a copy of 16 MiB to the device, wait for both; a second thread asks the kernel three
-times to move 2 MiB of what is copied to another memory node and back, with 1,000 iterations after each.
+the process until they are mapped anew. Memory of the driver's own (`hipHostMalloc`, GTT) cannot move. Both arms do the
+same on one idle GPU, each in a process of its own, since HSA_USERPTR_FOR_PAGED_MEM decides before HIP starts: four
+products of 4096 x 4096 matrices in bf16, a copy of 16 MiB to the device, wait for both; a second thread asks the kernel
+three times to move 2 MiB of what is copied to another memory node and back, with 1,000 iterations after each.
 """
 
 from __future__ import annotations
