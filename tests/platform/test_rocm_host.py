@@ -92,18 +92,20 @@ def test_the_variable_set_too_late_is_refused(
     assert hip.live() == {}
 
 
-def test_pages_that_could_move_are_told_from_others(pinned: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_could_move_are_told_from_others(
+    pinned: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pinned[:] = 1
     assert rocm_host.may_move(pinned.ctypes.data)
-
-    class Libc:
-        @staticmethod
-        def syscall(number: Any, process: Any, count: Any, pages: Any, nodes: Any, status: Any, flags: Any) -> int:
-            status._obj.value = -errno.EFAULT
-            return 0
-
-    monkeypatch.setattr(rocm_host.ctypes, "CDLL", lambda *_, **__: Libc)
+    monkeypatch.setattr(rocm_host, "page_nodes", lambda pages: [-errno.EFAULT for _ in pages])
     assert not rocm_host.may_move(pinned.ctypes.data)
+
+    def refuse(pages: list[int]) -> list[int]:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(rocm_host, "page_nodes", refuse)
+    assert not rocm_host.may_move(pinned.ctypes.data)
+    assert "Operation not permitted" in caplog.text
 
 
 def test_the_total_is_read_where_the_driver_tells_it(tmp_path: Path) -> None:

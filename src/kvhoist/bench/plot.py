@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvhoist.bench.pictures import alloc, cold, copy, directory, duplex, interference, storage, submit, ttft
+from kvhoist.bench.pictures import alloc, cold, copy, directory, duplex, interference, migration, storage, submit, ttft
 from kvhoist.errors import ConfigError, MissingDependencyError
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -19,6 +19,7 @@ PICTURES: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "directory": directory.draw,
     "duplex": duplex.draw,
     "interference": interference.draw,
+    "migration": migration.draw,
     "storage": storage.draw,
     "submit": submit.draw,
     "ttft": ttft.draw,

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from kvhoist.bench.kfd import HostPid
 from kvhoist.bench.plot import check_plot
 from kvhoist.bench.plot import plot as plot_result
 from kvhoist.cli.acceptance import vllm_acceptance
-from kvhoist.cli.output import JsonOption, PlotOption, console, print_json, tables_of, working
+from kvhoist.cli.output import JsonOption, PlotOption, console, print_json, side_console, tables_of, working
 from kvhoist.errors import ConfigError
 from kvhoist.platform.base import CPU, Device
 
@@ -121,6 +122,28 @@ def interference(
 ) -> None:
     """How much copies slow kernels like a model's, beside what one plain copy costs them. A GPU needs torch."""
     _measure("interference", "copies beside compute (a minute or two)", _device_of(device), plot, as_json, smoke=smoke)
+
+
+@bench_app.command()
+def migration(
+    device: Annotated[str, typer.Option(help="An AMD GPU: cuda, cuda:1 (as torch calls it).")] = "cuda",
+    gib: Annotated[int, typer.Option(min=1, help="GiB of the host tier: what the driver must map anew.")] = 16,
+    host_pid: Annotated[
+        HostPid, typer.Option(help="How an arm's pid on the host is known; ask: a line of stdin for each arm.")
+    ] = HostPid.FIND,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Without a GPU: see that it runs, on stand-ins. Measures nothing.")
+    ] = False,
+    plot: PlotOption = None,
+    smoke: SmokeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Stalls when the kernel migrates pages of the host tier on ROCm: registered memory beside the driver's (GTT)."""
+    options = {"gib": gib, "host_pid": host_pid, "simulate": simulate, "smoke": smoke}
+    what = "nothing: a simulated run" if simulate else "page migration (a minute or more)"
+    if host_pid is HostPid.ASK:
+        side_console().print("each arm waits for its pid on the host, on a line of stdin (process migration_child)")
+    _measure("migration", what, _device_of(device), plot, as_json, **options)
 
 
 @bench_app.command()

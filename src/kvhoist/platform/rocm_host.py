@@ -11,18 +11,16 @@ import ctypes
 import errno
 import logging
 import weakref
-from ctypes import byref, c_int, c_long, c_void_p
+from ctypes import byref, c_void_p
 from pathlib import Path
 
 from kvhoist.errors import ConfigError, HostMemoryError
 from kvhoist.platform.base import CPU, MemoryRegion
 from kvhoist.platform.gpu_driver import HOST_REGISTER_DEVICEMAP, HOST_REGISTER_PORTABLE, GpuDriver
+from kvhoist.platform.page_moves import page_nodes
 from kvhoist.units import format_bytes
 
 _log = logging.getLogger(__name__)
-
-_MOVE_PAGES = 279
-"""The system call, on x86-64, which every machine with such a GPU is."""
 
 _UNSET = "unset HSA_USERPTR_FOR_PAGED_MEM for memory whose pages may move"
 
@@ -91,13 +89,11 @@ class DriverMemoryRegistration:
 def may_move(address: int) -> bool:
     """Tell whether the kernel could migrate the page at `address`: it cannot tell the node of one that it does not own.
     False, with a warning, where it is not asked."""
-    page, status = c_void_p(address), c_int()
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (c_int(0), c_long(1), byref(page), None, byref(status), c_int(0))
-    if libc.syscall(c_long(_MOVE_PAGES), *arguments):
-        _log.warning("whether pages of host memory can move is unknown: move_pages answers %d", ctypes.get_errno())
+    try:
+        return page_nodes([address]) != [-errno.EFAULT]
+    except OSError as error:
+        _log.warning("whether pages of host memory can move is unknown: move_pages answers %s", error)
         return False
-    return status.value != -errno.EFAULT
 
 
 def _free(driver: GpuDriver, ends: dict[int, int], start: int) -> None:
