@@ -9,17 +9,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvhoist.errors import ClosedError, ConfigError, StorageError
 from kvhoist.messages import REPLICATED, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, Store
 from kvhoist.storage.breaker import FENCED, HANG_S, Breaker
-from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes
+from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes, reason_of
 from kvhoist.storage.queue import Batch, Chunk, ChunkQueue, Urgency
 from kvhoist.storage.record import Sealer
 from kvhoist.units import parse_bytes
 
 Reason = str | None
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -184,6 +187,8 @@ class StorageIO:
             for chunk in chunks[self._queue.put(chunks) :]:
                 self._count(refused_pages=len(chunk.keys))
                 batch.finish(chunk, [QUEUE_FULL] * len(chunk.keys))
+            if (hang := self._breaker.hang()) is not None:  # since it was asked: all threads may be in the store
+                self._fail_waiting(hang, lambda chunk: chunk.batch is batch)
         return batch.future
 
     def _split(self, blobs: Sequence[Buffer]) -> list[tuple[int, int]]:
@@ -216,10 +221,8 @@ class StorageIO:
         fault = None
         try:
             reasons = chunk.act(chunk.keys, chunk.blobs)
-            if len(reasons) != len(chunk.keys):
-                raise StorageError("the store did not answer for each page", got=f"{len(reasons)} answers")
         except BaseException as error:  # a thread that dies would hang every later batch
-            fault = _explain(error)
+            fault = reason_of(error)
             reasons = [fault] * len(chunk.keys)
             self._count(error_pages=len(chunk.keys))
         self._breaker.end(call, fault)
@@ -227,26 +230,29 @@ class StorageIO:
 
     def _watch(self) -> None:
         while (why := self._breaker.wait_for_hang()) is not None:
-            for chunk in self._queue.take_waiting():
-                self._fail(chunk, f"{FENCED}: {why}")
+            self._fail_waiting(f"{FENCED}: {why}", lambda _: True)
+
+    def _fail_waiting(self, reason: str, matches: Callable[[Chunk], bool]) -> None:
+        for chunk in self._queue.take_waiting(matches):
+            self._fail(chunk, reason)
 
     def _fail(self, chunk: Chunk, reason: str) -> None:
         """End a chunk that does not run."""
-        self._count(fenced_pages=len(chunk.keys))
         if chunk.batch.start():
+            self._count(fenced_pages=len(chunk.keys))
             chunk.batch.finish(chunk, [reason] * len(chunk.keys))
         else:
             chunk.batch.cancel(chunk)
 
     def _persist(self, keys: Sequence[StorageKey], blobs: Sequence[Buffer]) -> list[Reason]:
         headers = [self._sealer.seal(key, blob) for key, blob in zip(keys, blobs, strict=True)]
-        kept = self._store.put(keys, headers, blobs)
+        kept = _of_each(keys, self._store.put(keys, headers, blobs))
         num_bytes = sum(len(blob) for blob, ok in zip(blobs, kept, strict=True) if ok)
         self._count(persisted_pages=sum(kept), not_stored_pages=len(keys) - sum(kept), persisted_bytes=num_bytes)
         return [None if ok else NOT_STORED for ok in kept]
 
     def _prefetch(self, keys: Sequence[StorageKey], buffers: Sequence[Buffer]) -> list[Reason]:
-        headers = self._store.get(keys, buffers)
+        headers = _of_each(keys, self._store.get(keys, buffers))
         reasons: list[Reason] = [MISSING] * len(keys)
         corrupt = []
         num_bytes = 0
@@ -269,7 +275,7 @@ class StorageIO:
         return reasons
 
     def _lookup(self, keys: Sequence[StorageKey], _: Sequence[Buffer]) -> list[Reason]:
-        held = self._store.exists(keys)
+        held = _of_each(keys, self._store.exists(keys))
         self._count(found_pages=sum(held))
         return [None if ok else MISSING for ok in held]
 
@@ -285,6 +291,7 @@ class StorageIO:
         self._count(cancelled_pages=num_pages)
 
 
-def _explain(error: BaseException) -> str:
-    text = str(error)
-    return f"io error: {type(error).__name__}: {text}" if text else f"io error: {type(error).__name__}"
+def _of_each(keys: Sequence[StorageKey], answers: list[_T]) -> list[_T]:
+    if len(answers) != len(keys):
+        raise StorageError("the store did not answer for each page", got=f"{len(answers)} answers to {len(keys)} keys")
+    return answers

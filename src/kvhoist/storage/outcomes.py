@@ -34,3 +34,12 @@ class PageOutcomes:
         """All reasons in one line, most frequent first (`"3 x missing; 1 x …"`), or None where every page is good."""
         counts = Counter(reason for reason in self.reasons if reason is not None)
         return "; ".join(f"{count} x {reason}" for reason, count in counts.most_common()) or None
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why the pages of a call failed that raised `error`. Never raises."""
+    try:
+        text = str(error)
+    except Exception:  # a stranger's class
+        text = ""
+    return f"io error: {type(error).__name__}: {text}" if text else f"io error: {type(error).__name__}"
