@@ -187,6 +187,7 @@ def test_a_copy_that_fails_keeps_the_ring_until_nothing_of_it_is_under_way(
         hip.fail("hipModuleLaunchKernel")
         assert rank.submit(JobKind.LOAD, *rank.picked(5, 3)).result(DEADLINE_S).failed_pages == tuple(range(5))
         assert was_filled == [True]
+    chunks.clear()
 
 
 # -- planted mistakes ----------------------------------------------------------------------------------------------
