@@ -231,9 +231,9 @@ class Binding:
         started = time.monotonic()
         if drain and not self.flush(timeout_s):
             _log.warning("closing with jobs still under way after %.1f s", timeout_s)
-        left = max(1.0, timeout_s - (time.monotonic() - started))
-        ended = self.mover.close(drain=False, timeout_s=left)
+        ended = self.mover.close(drain=False, timeout_s=max(1.0, started + timeout_s - time.monotonic()))
         if self.io is not None:
+            left = max(1.0, started + timeout_s - time.monotonic())
             ended = self.io.close(drain=False, timeout_s=left) and ended
         if self.store is not None and self._owns_store:
             try:
