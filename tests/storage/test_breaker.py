@@ -258,3 +258,20 @@ def test_a_cancelled_page_is_not_counted_as_one_that_the_fence_refused(moody: Mo
     assert io.close()
     stats = io.stats()
     assert (stats.fenced_pages, stats.cancelled_pages, stats.prefetched_pages) == (1, 2, 1)
+
+
+def test_a_callback_that_exits_keeps_nobody_from_being_told_of_a_hang(moody: Moody, pages: Any) -> None:
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    io = StorageIO(moody, Sealer(), num_threads=1, hang_s=0.2)
+    read = reader(io, pages)
+    moody.gate.clear()
+    hanging = read(0)
+    assert moody.inside.acquire(timeout=DEADLINE_S)
+    waiting = [read(1), read(2)]
+    waiting[0].add_done_callback(leave)
+    assert all(FENCED in str(future.result(DEADLINE_S).error) for future in waiting)
+    moody.gate.set()
+    assert hanging.result(DEADLINE_S).error is None
+    assert io.close()

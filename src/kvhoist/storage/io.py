@@ -9,20 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
-from kvhoist.errors import ClosedError, ConfigError, StorageError
+from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.messages import REPLICATED, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, Store
 from kvhoist.storage.breaker import FENCED, HANG_S, Breaker
-from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes, reason_of
+from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes, of_each, reason_of
 from kvhoist.storage.queue import Batch, Chunk, ChunkQueue, Urgency
 from kvhoist.storage.record import Sealer
 from kvhoist.units import parse_bytes
 
 Reason = str | None
-
-_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -207,10 +205,7 @@ class StorageIO:
         while (chunk := self._queue.take()) is not None:
             reasons = self._act(chunk)
             self._queue.done(chunk)
-            try:
-                chunk.batch.finish(chunk, reasons)
-            except BaseException:
-                _log.exception("a callback on a storage future raised")
+            _end(chunk.batch.finish, chunk, reasons)
             del chunk  # keeps no buffer alive while it waits for work
 
     def _act(self, chunk: Chunk) -> list[Reason]:
@@ -234,7 +229,7 @@ class StorageIO:
 
     def _fail_waiting(self, reason: str, matches: Callable[[Chunk], bool]) -> None:
         for chunk in self._queue.take_waiting(matches):
-            self._fail(chunk, reason)
+            _end(self._fail, chunk, reason)
 
     def _fail(self, chunk: Chunk, reason: str) -> None:
         """End a chunk that does not run."""
@@ -246,13 +241,13 @@ class StorageIO:
 
     def _persist(self, keys: Sequence[StorageKey], blobs: Sequence[Buffer]) -> list[Reason]:
         headers = [self._sealer.seal(key, blob) for key, blob in zip(keys, blobs, strict=True)]
-        kept = _of_each(keys, self._store.put(keys, headers, blobs))
+        kept = of_each(keys, self._store.put(keys, headers, blobs))
         num_bytes = sum(len(blob) for blob, ok in zip(blobs, kept, strict=True) if ok)
         self._count(persisted_pages=sum(kept), not_stored_pages=len(keys) - sum(kept), persisted_bytes=num_bytes)
         return [None if ok else NOT_STORED for ok in kept]
 
     def _prefetch(self, keys: Sequence[StorageKey], buffers: Sequence[Buffer]) -> list[Reason]:
-        headers = _of_each(keys, self._store.get(keys, buffers))
+        headers = of_each(keys, self._store.get(keys, buffers))
         reasons: list[Reason] = [MISSING] * len(keys)
         corrupt = []
         num_bytes = 0
@@ -275,7 +270,7 @@ class StorageIO:
         return reasons
 
     def _lookup(self, keys: Sequence[StorageKey], _: Sequence[Buffer]) -> list[Reason]:
-        held = _of_each(keys, self._store.exists(keys))
+        held = of_each(keys, self._store.exists(keys))
         self._count(found_pages=sum(held))
         return [None if ok else MISSING for ok in held]
 
@@ -291,7 +286,9 @@ class StorageIO:
         self._count(cancelled_pages=num_pages)
 
 
-def _of_each(keys: Sequence[StorageKey], answers: list[_T]) -> list[_T]:
-    if len(answers) != len(keys):
-        raise StorageError("the store did not answer for each page", got=f"{len(answers)} answers to {len(keys)} keys")
-    return answers
+def _end(end: Callable[[Chunk, Any], None], chunk: Chunk, how: Any) -> None:
+    """End a chunk. What a callback raises must neither end the thread nor keep other chunks from their end."""
+    try:
+        end(chunk, how)
+    except BaseException:
+        _log.exception("a callback on a storage future raised")
