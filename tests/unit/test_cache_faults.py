@@ -584,3 +584,28 @@ def test_closing_a_cache_whose_store_hangs_spends_its_time_once(monkeypatch) -> 
     assert limits[1] < limits[0], "the storage I/O gets what the mover has left"
     store.gate.set()
     engine.cache.audit()
+
+
+def test_closing_a_cache_does_not_wait_for_its_store_to_finish_calls_that_hang(monkeypatch) -> None:
+    class Hangs(MemoryStore):
+        gate, inside, closed = threading.Event(), threading.Event(), threading.Event()
+
+        def put(self, *args: Any) -> list[bool]:
+            self.inside.set()
+            assert self.gate.wait(30)
+            return super().put(*args)
+
+        def close(self) -> None:
+            assert self.gate.wait(10)
+            super().close()
+            self.closed.set()
+
+    store = Hangs("1MiB")
+    monkeypatch.setattr("kvhoist.binding.open_store", lambda _: store)
+    engine = TinyEngine(device_pages=24, host_pages=24, store="memory:", config=CacheConfig(device_owned=False))
+    engine.cache.write(engine.cache.match(LONG), list(range(10)))
+    assert store.inside.wait(30)
+    assert engine.cache.close(drain=False, timeout_s=1).memory_kept
+    assert engine.cache._binding.num_store_errors == 0, "it was waited for until it gave up"
+    store.gate.set()
+    assert store.closed.wait(30)
