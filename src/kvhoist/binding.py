@@ -231,15 +231,15 @@ class Binding:
         started = time.monotonic()
         if drain and not self.flush(timeout_s):
             _log.warning("closing with jobs still under way after %.1f s", timeout_s)
-        left = max(1.0, timeout_s - (time.monotonic() - started))
-        ended = self.mover.close(drain=False, timeout_s=left)
+        ended = self.mover.close(drain=False, timeout_s=max(1.0, started + timeout_s - time.monotonic()))
         if self.io is not None:
+            left = max(1.0, started + timeout_s - time.monotonic())
             ended = self.io.close(drain=False, timeout_s=left) and ended
         if self.store is not None and self._owns_store:
-            try:
-                self.store.close()
-            except Exception:
-                self._store_failed("close")
+            closing = threading.Thread(target=self._close, args=(self.store,), name="kvhoist-store-close", daemon=True)
+            closing.start()
+            if ended:  # else it waits for calls that hang
+                closing.join()
         with self.lock:
             if ended:
                 self.arena.close()
@@ -263,6 +263,12 @@ class Binding:
             max_queued_pages=config.max_queued_pages,
             secret=config.store_secret,
         )
+
+    def _close(self, store: Store) -> None:
+        try:
+            store.close()
+        except Exception:
+            self._store_failed("close")
 
     def _noted_or_failed(self, noting: Future[PageOutcomes]) -> None:
         if noting.cancelled() or noting.result().error:
