@@ -154,6 +154,7 @@ class _Finder(MetaPathFinder, Loader):
                 "current_platform": SimpleNamespace(capabilities=SimpleNamespace(hicache_device_kernels=False))
             },
             "sglang.srt.layers.dp_attention": {"is_dp_attention_enabled": lambda: False},
+            "sglang.srt.utils": {"get_device_module": lambda: SimpleNamespace(Event=_empty_class("Event"))},
         }
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:

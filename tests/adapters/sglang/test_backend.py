@@ -33,7 +33,8 @@ def pool(request: pytest.FixtureRequest) -> Any:
 
 def test_the_interface_is_the_one_of_sglangs_wheel() -> None:
     source = inspect.getsourcefile(HiCacheStorage)
-    assert source is not None and source.endswith("sglang/srt/mem_cache/hicache_storage.py")
+    assert source is not None
+    assert source.endswith("sglang/srt/mem_cache/hicache_storage.py")
     assert issubclass(KvhoistStorage, HiCacheStorage)
     for name, theirs in inspect.getmembers(HiCacheStorage, inspect.isfunction):
         ours = list(inspect.signature(getattr(KvhoistStorage, name)).parameters)
@@ -70,9 +71,12 @@ def test_a_flat_page_of_another_size_is_no_hit_and_is_not_stored(backend: Callab
     pool = mha_pool()
     made, (key, other) = backend(pool), names(2)
     whole = pool.get_data_page(0)
-    assert made.set(key, whole) and not made.set(other, whole[:-1])
+    assert made.set(key, whole)
+    assert not made.set(other, whole[:-1])
     assert made.get(key, pool.get_dummy_flat_data_page()[1:].clone()) is None
-    assert made.get(other) is None and not made.exists(other) and made.exists(key)
+    assert made.get(other) is None
+    assert not made.exists(other)
+    assert made.exists(key)
     assert made.counts()["failed_calls"] == 2
 
 
@@ -84,7 +88,8 @@ def test_page_first_pools_are_read_and_written_in_place(pool: Any, backend: Call
         where = slots([2])
         (first, *_), (again, *_) = pages.sources(where), pages.targets(where)
         again[:] = bytes(len(again))
-        assert not any(first) and not any(page_bytes(pool, [2])[0][: len(first)])
+        assert not any(first)
+        assert not any(page_bytes(pool, [2])[0][: len(first)])
 
 
 def test_hits_are_counted_from_the_first_page_on(backend: Callable[..., Any]) -> None:
@@ -109,9 +114,7 @@ def test_a_missing_page_in_the_middle_is_the_only_one_that_fails(pool: Any, back
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
-def test_a_batch_of_sglangs_size(
-    layout: str, backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_of_sglangs_size(layout: str, backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvhoist.adapters.sglang.pages._ROUND_BYTES", 5000)  # several rounds where pages are copied
     pool = mha_pool(layout, pages=2 * STORAGE_BATCH_SIZE)
     made, keys = backend(pool), names(STORAGE_BATCH_SIZE)
@@ -149,16 +152,18 @@ def test_pages_outlive_the_process_that_stored_them(pool: Any, backend: Callable
 def test_clear_removes_this_models_pages_and_no_others(backend: Callable[..., Any]) -> None:
     pool, keys = mha_pool(), names(4)
     made, other = backend(pool), backend(pool, {"weights_id": "another"})
-    assert all(made.batch_set_v1(keys, slots(range(4)))) and all(other.batch_set_v1(keys, slots(range(4))))
+    assert all(made.batch_set_v1(keys, slots(range(4))))
+    assert all(other.batch_set_v1(keys, slots(range(4))))
     assert made.clear()
     assert (made.batch_exists(keys), other.batch_exists(keys)) == (0, 4)
-    assert all(made.batch_set_v1(keys, slots(range(4)))) and made.batch_exists(keys) == 4
+    assert all(made.batch_set_v1(keys, slots(range(4))))
+    assert made.batch_exists(keys) == 4
 
 
 def test_backup_and_prefetch_threads_do_not_disturb_each_other(backend: Callable[..., Any]) -> None:
     pool = mha_pool(pages=64)
     made, wrong = backend(pool), list[str]()
-    before = {page: data for page, data in enumerate(page_bytes(pool, range(32)))}
+    before = dict(enumerate(page_bytes(pool, range(32))))
 
     def work(thread: int) -> None:
         mine = range(thread * 8, thread * 8 + 8)
@@ -177,7 +182,8 @@ def test_backup_and_prefetch_threads_do_not_disturb_each_other(backend: Callable
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not wrong and not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_metrics_are_sglangs_own(backend: Callable[..., Any]) -> None:
@@ -187,7 +193,8 @@ def test_metrics_are_sglangs_own(backend: Callable[..., Any]) -> None:
     made.batch_get_v1(keys[:2], slots([0, 1]))
     stats = made.get_stats()
     assert (stats.backup_pgs, stats.prefetch_pgs) == ([3], [2])
-    assert len(stats.backup_bandwidth) == len(stats.prefetch_bandwidth) == 1 and stats.backup_bandwidth[0] > 0
+    assert len(stats.backup_bandwidth) == len(stats.prefetch_bandwidth) == 1
+    assert stats.backup_bandwidth[0] > 0
     assert made.get_stats().backup_pgs == []
 
 
