@@ -123,6 +123,25 @@ def test_other_settings_and_another_split_are_misses(
     assert backend(pool, options, **config).batch_exists(KEYS) == 0
 
 
+def test_the_log_says_once_in_which_fields_the_folders_pages_differ(
+    backend: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> list[str]:
+        return [record.message for record in caplog.records if "the nearest differs in" in record.message]
+
+    first = backend(mha_pool(), {"weights_id": "one"})
+    first.register_mem_host_pool_v2(mha_pool(heads=1), PoolName.INDEXER)
+    first.register_mem_host_pool_v2(first.mem_pool_host, PoolName.KV)
+    until(lambda: len(first._io.store.namespaces()) == 2)
+    second = backend(mha_pool(), {"weights_id": "two"})
+    until(told)
+    until(lambda: len(second._io.store.namespaces()) == 3)
+    assert told() == [
+        "kvhoist storage: no hits from pages that are there: the nearest differs in "
+        'weights_id (there "one", here "two")'
+    ]
+
+
 def test_stages_of_a_pipeline_do_not_share(backend: Callable[..., Any]) -> None:
     stages = [backend(mha_pool(), pp_size=2, pp_rank=rank) for rank in range(2)]
     assert all(stages[0].batch_set_v1(KEYS, HERE))

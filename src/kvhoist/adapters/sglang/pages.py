@@ -47,7 +47,8 @@ class HostPages:
                 f"the pages of SGLang's host pool {name!r} cannot be read",
                 got=f"{type(pool).__name__} with layout {getattr(pool, 'layout', None)!r}",
                 expected="a pool whose get_page_buffer_meta or get_data_page gives a page's bytes",
-                remedy="Set --hicache-mem-layout page_first or page_first_direct.",
+                remedy="Set --hicache-mem-layout page_first or page_first_direct; pools without bytes of their own "
+                "(DeepSeek V4) are not served.",
             )
         self.page_bytes = sum(self.record_bytes)
         self.pages_a_round = 1 << 30 if self.in_place else max(1, _ROUND_BYTES // self.page_bytes)

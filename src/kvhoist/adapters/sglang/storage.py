@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -133,14 +134,18 @@ class KvhoistStorage(HiCacheStorage):
             io.store.close()
 
     def _register(self, name: str, host_pool: Any) -> None:
-        if self._io is None:
+        known = self._pools.get(name)
+        if self._io is None or (known is not None and known.pages.pool is host_pool):
             return
         pages = HostPages(name, host_pool)
         if self._facts is None:
             self._facts = read_engine(self._config.model_name, self._options)
         names = PoolNames(self._facts, pages, self._config, self._options)
         self._pools[name] = _Pool(pages, names)
-        self._io.note_namespace(names.namespace.digest, names.namespace.field_dict())
+        # Not waited for: a store that hangs must not keep the engine from starting.
+        threading.Thread(
+            target=self._traffic.note_namespace, args=(self._io, names.namespace), name="kvhoist-namespace", daemon=True
+        ).start()
 
     def _leading(self, name: str, keys: Sequence[str]) -> int:
         return _leading(self._held(name, keys))

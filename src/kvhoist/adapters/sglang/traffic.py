@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Mapping
 
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from kvhoist.control.namespace import Namespace, nearest_difference
+from kvhoist.errors import ClosedError
+from kvhoist.storage import StorageIO
 from kvhoist.storage.outcomes import CANCELLED, MISSING, PageOutcomes
 
 _log = logging.getLogger("kvhoist.adapters.sglang")
@@ -44,6 +48,22 @@ class Traffic:
             self._counts["failed_calls"] += 1
         self._tell(f"{call}: {type(error).__name__}", f"{call} failed: {error}", error)
 
+    def note_namespace(self, io: StorageIO, namespace: Namespace) -> None:
+        """Let the store note what the namespace stands for, and log where it holds pages of such pools, but others'."""
+        fields = namespace.field_dict()
+        try:
+            kind = _pool_of(fields)
+            known = [other for other in io.store.namespaces().values() if _pool_of(other) == kind]
+            io.note_namespace(namespace.digest, fields)
+        except ClosedError:
+            return
+        except Exception as error:  # a store's own may be anything
+            self.failed("noting the namespace", error)
+            return
+        differing = nearest_difference(fields, known)
+        if differing is not None:
+            _log.warning("kvhoist storage: no hits from pages that are there: the nearest differs in %s", differing)
+
     def counts(self) -> dict[str, int]:
         """Return the counters so far."""
         with self._lock:
@@ -66,3 +86,8 @@ class Traffic:
             "" if known else "; SGLang computes what is missing, and more of this kind is only counted",
             exc_info=error if not known else None,
         )
+
+
+def _pool_of(fields: Mapping[str, str]) -> str:
+    """Return which of SGLang's pools a namespace is of; a store has several of one engine."""
+    return fields.get("block_order", "").partition(" ")[0]
