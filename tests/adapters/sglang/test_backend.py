@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -22,7 +23,7 @@ POOLS = {
         ("MLA", mla_pool, ("page_first", "page_first_direct", "layer_first")),
     )
     for layout in layouts
-}
+} | {"MHA layer_first, few pieces in another order": (functools.partial(mha_pool, layers=2), "layer_first")}
 
 
 @pytest.fixture(params=POOLS)

@@ -171,8 +171,10 @@ def test_a_damaged_page_on_disk_is_a_miss_and_can_be_stored_again(
     data[data.index(part) + 7] ^= 0x10
     files[0].write_bytes(data)
     filled(pool)
+    kept = page_bytes(pool, [2])
     again = backend(pool)
     assert again.batch_get_v1(keys, slots(range(4))) == [True, True, False, True]
+    assert layout != "layer_first" or page_bytes(pool, [2]) == kept  # a copy is checked before it is put there
     assert [page_bytes(pool, [page])[0] for page in (0, 1, 3)] == [before[page] for page in (0, 1, 3)]
     assert again.batch_exists(keys) == 2
     assert all(again.batch_set_v1(keys[2:3], slots([2])))

@@ -35,9 +35,10 @@ HERE = slots([0, 1, 2])
 
 def test_ranks_keep_their_own_part_of_a_page_in_one_folder(backend: Callable[..., Any]) -> None:
     pools = [mha_pool(), mha_pool()]
-    ranks = [backend(pool, tp_rank=rank, tp_size=2) for rank, pool in enumerate(pools)]
     before = [page_bytes(pool, [0, 1, 2]) for pool in pools]
+    ranks = [backend(pools[0], tp_rank=0, tp_size=2)]
     assert all(ranks[0].batch_set_v1(KEYS, HERE))
+    ranks.append(backend(pools[1], tp_rank=1, tp_size=2))
     assert [rank.batch_exists(KEYS) for rank in ranks] == [3, 0]
     assert all(ranks[1].batch_set_v1(KEYS, HERE))
     for rank in ranks:
@@ -61,20 +62,24 @@ def test_latent_pages_are_written_by_one_rank_for_all(backend: Callable[..., Any
 
 
 def test_heads_beside_latent_rows_are_each_ranks_own(backend: Callable[..., Any]) -> None:
-    drafts = [mha_pool(), mha_pool()]
-    ranks = [backend(mla_pool(), tp_rank=r, tp_size=2, is_mla_model=True) for r in range(2)]
-    for rank, draft in zip(ranks, drafts, strict=True):
-        rank.register_mem_host_pool_v2(draft, PoolName.DRAFT)
     transfer = [PoolTransfer(name=PoolName.DRAFT, host_indices=HERE, keys=KEYS)]
-    assert ranks[0].batch_set_v2(transfer) == {PoolName.DRAFT: [True] * 3}
-    assert ranks[1].batch_get_v2(transfer) == {PoolName.DRAFT: [False] * 3}
-    assert ranks[0].batch_get_v2(transfer) == {PoolName.DRAFT: [True] * 3}
+
+    def rank(number: int) -> Any:
+        made = backend(mla_pool(), tp_rank=number, tp_size=2, is_mla_model=True)
+        made.register_mem_host_pool_v2(mha_pool(), PoolName.DRAFT)
+        return made
+
+    assert rank(0).batch_set_v2(transfer) == {PoolName.DRAFT: [True] * 3}
+    assert rank(1).batch_get_v2(transfer) == {PoolName.DRAFT: [False] * 3}
+    assert rank(0).batch_get_v2(transfer) == {PoolName.DRAFT: [True] * 3}
 
 
 def test_context_parallel_ranks_hold_different_slices(backend: Callable[..., Any]) -> None:
-    ranks = [backend(mla_pool(), attn_cp_rank=r, attn_cp_size=2, is_mla_model=True) for r in range(2)]
-    assert all(ranks[0].batch_set_v1(KEYS, HERE))
-    assert [rank.batch_exists(KEYS) for rank in ranks] == [3, 0]
+    def rank(number: int) -> Any:
+        return backend(mla_pool(), attn_cp_rank=number, attn_cp_size=2, is_mla_model=True)
+
+    assert all(rank(0).batch_set_v1(KEYS, HERE))
+    assert [rank(number).batch_exists(KEYS) for number in range(2)] == [3, 0]
 
 
 def model(**changes: Any) -> Callable[[Engine], None]:
@@ -143,9 +148,8 @@ def test_the_log_says_once_in_which_fields_the_folders_pages_differ(
 
 
 def test_stages_of_a_pipeline_do_not_share(backend: Callable[..., Any]) -> None:
-    stages = [backend(mha_pool(), pp_size=2, pp_rank=rank) for rank in range(2)]
-    assert all(stages[0].batch_set_v1(KEYS, HERE))
-    assert [stage.batch_exists(KEYS) for stage in stages] == [3, 0]
+    assert all(backend(mha_pool(), pp_size=2, pp_rank=0).batch_set_v1(KEYS, HERE))
+    assert [backend(mha_pool(), pp_size=2, pp_rank=rank).batch_exists(KEYS) for rank in range(2)] == [3, 0]
 
 
 @pytest.mark.parametrize(
