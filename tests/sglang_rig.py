@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo, MLABufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
@@ -26,20 +26,22 @@ OPTIONS = {
 }
 
 
-def mha_pool(layout: str = "page_first", *, pages: int = 16, layers: int = LAYERS, heads: int = HEADS) -> Any:
+def mha_pool(
+    layout: str = "page_first", *, pages: int = 16, layers: int = LAYERS, heads: int = HEADS, v_dim: int = DIM
+) -> Any:
     """A host pool of K and V for `pages` pages of PAGE slots, with random bytes in it."""
-    rows = tuple(torch.zeros(PAGE, heads, DIM, dtype=torch.bfloat16) for _ in range(layers))
-    pointers = torch.tensor([row.data_ptr() for row in rows], dtype=torch.uint64)
+    k, v = (tuple(torch.zeros(PAGE, heads, d, dtype=torch.bfloat16) for _ in range(layers)) for d in (DIM, v_dim))
+    k_at, v_at = (torch.tensor([row.data_ptr() for row in rows], dtype=torch.uint64) for rows in (k, v))
     info = MHABufferInfo(
-        buffers=KVBuffers(k=rows, v=rows, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD),
+        buffers=KVBuffers(k=k, v=v, k_data_ptrs=k_at, v_data_ptrs=v_at, layout=KVBufferLayout.NHD),
         page_size=PAGE,
         head_num=heads,
         head_dim=DIM,
-        v_head_dim=DIM,
+        v_head_dim=v_dim,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    return filled(MHATokenToKVPoolHost(info, **_sizes(layout, pages, layers)))
+    return filled(get_mha_host_pool_cls(info)(info, **_sizes(layout, pages, layers)))
 
 
 def mla_pool(layout: str = "page_first", *, pages: int = 16) -> Any:
@@ -76,8 +78,10 @@ def _sizes(layout: str, pages: int, layers: int) -> dict[str, Any]:
 
 def filled(pool: Any) -> Any:
     """Fill a pool with random bytes."""
-    as_bytes = pool.kv_buffer.view(torch.uint8)
-    as_bytes.copy_(torch.randint(0, 256, as_bytes.shape, dtype=torch.uint8))
+    whole = pool.kv_buffer
+    for buffer in [whole] if isinstance(whole, torch.Tensor) else whole:
+        as_bytes = buffer.view(torch.uint8)
+        as_bytes.copy_(torch.randint(0, 256, as_bytes.shape, dtype=torch.uint8))
     return pool
 
 

@@ -185,6 +185,7 @@ def install() -> None:
     if "sglang" in sys.modules or package is None:
         return
     top = ModuleType("sglang")
+    top.__spec__ = ModuleSpec("sglang", None, is_package=True)  # for whoever asks whether there is such a package
     top.__path__ = [str(package)]
     top.__version__ = RELEASE  # type: ignore[attr-defined]
     sys.modules["sglang"] = top

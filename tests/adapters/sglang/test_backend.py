@@ -93,6 +93,22 @@ def test_page_first_pools_are_read_and_written_in_place(pool: Any, backend: Call
         assert not any(page_bytes(pool, [2])[0][: len(first)])
 
 
+def test_a_pool_whose_k_and_v_differ_in_width_has_no_flat_pages_but_is_served(backend: Callable[..., Any]) -> None:
+    pool, keys = mha_pool(v_dim=4), names(2)
+    made = backend(pool)
+
+    def at(pages: list[int]) -> list[torch.Tensor]:
+        return [part[page * PAGE : (page + 1) * PAGE].clone() for page in pages for part in pool.kv_buffer]
+
+    before = at([0, 1])
+    assert made.batch_set_v1(keys, slots([0, 1])) == [True, True]
+    filled(pool)
+    assert made.batch_get_v1(keys, slots([5, 3])) == [True, True]
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(at([5, 3]), before, strict=True))
+    assert made.get(keys[0], torch.zeros(8)) is None
+    assert not made.set(keys[0], torch.zeros(8))
+
+
 def test_hits_are_counted_from_the_first_page_on(backend: Callable[..., Any]) -> None:
     made, keys = backend(mha_pool()), names(6)
     made.batch_set_v1(keys[:3], slots([0, 1, 2]))
