@@ -63,6 +63,7 @@ class Engine:
             revision=None,
             download_dir=None,
             load_format="auto",
+            dtype="auto",
             kv_cache_dtype="auto",
             quantization=None,
             quantization_param_path=None,
@@ -77,7 +78,11 @@ class Engine:
     )
     lora: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(enable_lora=False, lora_paths=None))
     exec: SimpleNamespace = field(
-        default_factory=lambda: SimpleNamespace(kernel=SimpleNamespace(attention_backend="triton"))
+        default_factory=lambda: SimpleNamespace(
+            kernel=SimpleNamespace(
+                attention_backend="triton", decode_attention_backend=None, prefill_attention_backend=None
+            )
+        )
     )
     parallel: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(

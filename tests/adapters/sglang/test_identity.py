@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from sglang_rig import (
     slots,
     write_checkpoint,
 )
-from sglang_standin import Engine
+from sglang_standin import Engine, sources
 
 from kvhoist.adapters.sglang.options import StorageOptions
 from kvhoist.errors import ConfigError, UnsupportedGeometryError
@@ -91,10 +93,13 @@ CHANGES: dict[str, Callable[[Engine], None]] = {
     "config": lambda engine: write_checkpoint(Path(engine.model.model_path), rope_theta=1e6) and None,
     "overrides": model(json_model_override_args='{"rope_theta": 1}'),
     "context length": model(context_length=4096),
+    "dtype": model(dtype="float16"),
     "KV dtype": model(kv_cache_dtype="fp8_e4m3"),
     "quantization": model(quantization="fp8"),
     "dummy weights": model(load_format="dummy"),
     "attention": lambda engine: vars(engine.exec.kernel).update(attention_backend="fa3"),
+    "prefill attention": lambda engine: vars(engine.exec.kernel).update(prefill_attention_backend="fa3"),
+    "decode attention": lambda engine: vars(engine.exec.kernel).update(decode_attention_backend="fa3"),
 }
 
 
@@ -126,6 +131,20 @@ def test_other_settings_and_another_split_are_misses(
     pool = mha_pool()
     assert all(backend(pool).batch_set_v1(KEYS, HERE))
     assert backend(pool, options, **config).batch_exists(KEYS) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [("model", "model"), ("spec", "spec"), ("lora", "lora"), ("exec_", "exec.kernel")],
+)
+def test_what_the_stand_in_says_of_the_engine_sglang_says_too(file: str, part: str, engine: Engine) -> None:
+    folder = sources()
+    assert folder is not None
+    tree = ast.parse((folder / f"srt/arg_groups/fields/{file}.py").read_text())
+    names = {
+        node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")
+    }
+    assert set(vars(attrgetter(part)(engine))) <= names
 
 
 def test_the_log_says_once_in_which_fields_the_folders_pages_differ(

@@ -38,7 +38,7 @@ def read_engine(served_name: str | None, options: StorageOptions) -> EngineFacts
     Raises ConfigError where neither is possible, or where SGLang has not published its configuration.
     """
     try:
-        model, spec, attention = get_model(), get_spec(), get_exec().kernel.attention_backend
+        model, spec, kernel = get_model(), get_spec(), get_exec().kernel
         adapters = list(get_lora().lora_paths or ()) if get_lora().enable_lora else []
     except ValueError as error:
         raise ConfigError(
@@ -57,7 +57,10 @@ def read_engine(served_name: str | None, options: StorageOptions) -> EngineFacts
         lora="; ".join(f"{a.lora_name}={_adapter(a.lora_path)}" for a in adapters) or "none",
         compute={
             "engine": f"sglang {sglang.__version__}",
-            "attention": str(attention),
+            "attention": str(kernel.attention_backend),
+            "attention_decode": str(kernel.decode_attention_backend),
+            "attention_prefill": str(kernel.prefill_attention_backend),
+            "dtype": str(model.dtype),
             "kv_cache_dtype": str(model.kv_cache_dtype),
             "quantization": str(model.quantization),
             "overrides": str(model.json_model_override_args),
