@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, settings
 
 from kvhoist.copy import device_kernels
 from kvhoist.platform import open as platform_open
-from kvhoist.platform.rocm_library import loaded_hip
 
 # Deadlines would judge a machine that runs several tests at once, not the code.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,7 +40,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _no_gpu_that_another_test_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has loaded the simulated HIP runtime holds it for ever; only tests with `hip` see it."""
     if "hip_simulator" in sys.modules:
-        monkeypatch.setattr(platform_open, "loaded_hip", lambda: ())
+        monkeypatch.setattr(platform_open, "holds_amd_gpus", lambda: False)
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def hip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     found = simulator()
     found.repair()
-    monkeypatch.setattr(platform_open, "loaded_hip", loaded_hip)
+    monkeypatch.setattr(platform_open, "holds_amd_gpus", lambda: True)
 
     class Compiled:
         image = found.image

@@ -31,7 +31,7 @@ from kvhoist.platform.open import open_platform
 from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
 from kvhoist.storage.io import StorageIO
-from kvhoist.storage.open import open_storage_io, open_store
+from kvhoist.storage.open import close_store, open_storage_io, open_store
 from kvhoist.storage.outcomes import PageOutcomes
 from kvhoist.transfer import Transfer
 
@@ -236,10 +236,7 @@ class Binding:
             left = max(1.0, started + timeout_s - time.monotonic())
             ended = self.io.close(drain=False, timeout_s=left) and ended
         if self.store is not None and self._owns_store:
-            closing = threading.Thread(target=self._close, args=(self.store,), name="kvhoist-store-close", daemon=True)
-            closing.start()
-            if ended:  # else it waits for calls that hang
-                closing.join()
+            close_store(self.store, lambda: self._store_failed("close"), wait=ended)
         with self.lock:
             if ended:
                 self.arena.close()
@@ -263,12 +260,6 @@ class Binding:
             max_queued_pages=config.max_queued_pages,
             secret=config.store_secret,
         )
-
-    def _close(self, store: Store) -> None:
-        try:
-            store.close()
-        except Exception:
-            self._store_failed("close")
 
     def _noted_or_failed(self, noting: Future[PageOutcomes]) -> None:
         if noting.cancelled() or noting.result().error:

@@ -36,7 +36,7 @@ def test_a_process_that_holds_a_hip_runtime_has_amds_gpus(hip: Any) -> None:
 
 
 def test_the_environment_decides_where_it_says_something(hip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvhoist.platform.open.loaded_hip", lambda: ())
+    monkeypatch.setattr("kvhoist.platform.open.holds_amd_gpus", lambda: False)
     monkeypatch.setenv("KVHOIST_PLATFORM", "rocm")
     assert open_platform(DEVICE).name == "rocm"
     monkeypatch.undo()
@@ -44,6 +44,16 @@ def test_the_environment_decides_where_it_says_something(hip: Any, monkeypatch: 
     if not Path("/dev/nvidiactl").exists():
         with pytest.raises(ConfigError, match="no NVIDIA driver"):
             open_platform(DEVICE)
+
+
+def test_a_hip_runtime_beside_torch_for_nvidia_is_somebody_elses(hip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX loads one where it finds one."""
+    plain = [line for line in rocm_library._mapped() if "libtorch_cuda" not in line]
+    monkeypatch.setattr(rocm_library, "_mapped", lambda: plain)
+    assert rocm_library.holds_amd_gpus()
+    torch = "7f00-7f01 r-xp 0 00:00 0 /env/lib/python3.11/site-packages/torch/lib/libtorch_cuda.so"
+    monkeypatch.setattr(rocm_library, "_mapped", lambda: [*plain, torch])
+    assert not rocm_library.holds_amd_gpus()
 
 
 def test_the_runtime_that_the_process_holds_is_the_one_that_is_bound(hip: Any) -> None:

@@ -94,8 +94,8 @@ def test_a_store_that_fails_is_not_asked_for_a_while_and_then_once(
         assert read(1).result(DEADLINE_S).error is None
     assert not io.stats().fenced
     assert [record.message.split(",")[0] for record in caplog.records] == [
-        "store memory is fenced off",
-        "store memory answers again",
+        "store memory is fenced off (prefetch)",
+        "store memory answers again (prefetch)",
     ]
     assert io.close()
 
@@ -108,6 +108,18 @@ def test_one_fault_among_good_calls_fences_nothing(moody: Moody, pages: Any) -> 
             moody.fault = fault
             assert (read(1).result(DEADLINE_S).error is None) == (fault is None)
     assert io.stats().num_fences == 0
+    assert io.close()
+
+
+def test_a_store_that_answers_look_ups_but_no_read_is_fenced_for_reads_alone(moody: Moody, pages: Any) -> None:
+    io = StorageIO(moody, Sealer(), num_threads=1)
+    moody.fault = StorageError("half dead")
+    for _ in range(20):
+        assert io.lookup(pages.keys([1])).result(DEADLINE_S).error is None
+        assert "half dead" in reader(io, pages)(1).result(DEADLINE_S).error
+    assert moody.num_calls == 3
+    assert io.persist(pages.keys([9]), [pages.blob(9)]).result(DEADLINE_S).error is None
+    assert (io.stats().fenced, io.stats().num_fences) == (True, 1)
     assert io.close()
 
 
@@ -144,27 +156,27 @@ def test_a_store_that_hangs_gives_back_what_waits_for_it(moody: Moody, pages: An
 def test_a_call_that_was_too_slow_fences_the_store_also_where_it_succeeds() -> None:
     clock = Clock()
     breaker = Breaker("slow", hang_s=10, clock=clock)
-    call = breaker.begin()
+    call = breaker.begin("read")
     assert isinstance(call, int)
     clock.now += 10.5
     breaker.end(call, None)
-    assert "took 10.5 s" in str(breaker.refusal())
+    assert "took 10.5 s" in str(breaker.refusal("read"))
 
 
 def test_only_one_call_tries_a_fenced_store() -> None:
     clock = Clock()
     breaker = Breaker("store", hang_s=10, clock=clock)
     for _ in range(3):
-        call = breaker.begin()
+        call = breaker.begin("read")
         assert isinstance(call, int)
         breaker.end(call, "gone")
     clock.now += 1
-    assert breaker.refusal() is None
-    trial = breaker.begin()
+    assert breaker.refusal("read") is None
+    trial = breaker.begin("read")
     assert isinstance(trial, int)
-    assert FENCED in str(breaker.begin())
+    assert FENCED in str(breaker.begin("read"))
     breaker.end(trial, None)
-    assert breaker.refusal() is None
+    assert breaker.refusal("read") is None
 
 
 @given(st.lists(st.sampled_from(["begin", "good", "bad", "later"]), max_size=60))
@@ -174,7 +186,7 @@ def test_whatever_happens_a_store_that_is_well_again_is_used_again(steps: list[s
     running: list[int] = []
     for step in steps:
         if step == "begin":
-            call = breaker.begin()
+            call = breaker.begin("read")
             running += [call] if isinstance(call, int) else []
         elif step == "later":
             clock.now += 7
@@ -183,10 +195,10 @@ def test_whatever_happens_a_store_that_is_well_again_is_used_again(steps: list[s
     for call in running:
         breaker.end(call, "gone")
     clock.now += 61
-    last = breaker.begin()
+    last = breaker.begin("read")
     assert isinstance(last, int)
     breaker.end(last, None)
-    assert breaker.refusal() is None
+    assert breaker.refusal("read") is None
 
 
 def test_what_is_queued_as_the_last_thread_hangs_is_given_back(
@@ -223,25 +235,25 @@ def test_what_is_queued_as_the_last_thread_hangs_is_given_back(
 def test_a_trial_that_succeeds_ends_no_fence_while_another_call_hangs() -> None:
     clock = Clock()
     breaker = Breaker("store", hang_s=10, clock=clock)
-    hangs = breaker.begin()
+    hangs = breaker.begin("read")
     assert isinstance(hangs, int)
     for _ in range(3):
-        call = breaker.begin()
+        call = breaker.begin("read")
         assert isinstance(call, int)
         breaker.end(call, "gone")
     clock.now += 9
-    trial = breaker.begin()
+    trial = breaker.begin("read")
     assert isinstance(trial, int)
     clock.now += 2
     assert "has not returned" in str(breaker.wait_for_hang())
     breaker.end(trial, None)
-    assert "has not returned" in str(breaker.refusal())
+    assert "has not returned" in str(breaker.refusal("read"))
     breaker.end(hangs, None)
     clock.now += 61
-    again = breaker.begin()
+    again = breaker.begin("read")
     assert isinstance(again, int)
     breaker.end(again, None)
-    assert breaker.refusal() is None
+    assert breaker.refusal("read") is None
 
 
 def test_a_cancelled_page_is_not_counted_as_one_that_the_fence_refused(moody: Moody, pages: Any) -> None:

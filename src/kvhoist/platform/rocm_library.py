@@ -18,17 +18,27 @@ _log = logging.getLogger(__name__)
 
 _SONAMES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so")
 
+_CUDA_TORCH = "/libtorch_cuda.so"
 _MAPPED = re.compile(r"/.*/libamdhip64(?:-[0-9a-f]+)?\.so[.\d]*$")
 
 
 def loaded_hip() -> tuple[str, ...]:
     """Return the files of the HIP runtimes that this process holds. Wheels may bundle theirs under other names."""
-    try:
-        maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
-    except OSError:
-        return ()
-    found = (_MAPPED.search(line) for line in maps.splitlines() if "libamdhip64" in line)
+    found = (_MAPPED.search(line) for line in _mapped() if "libamdhip64" in line)
     return tuple(dict.fromkeys(match[0] for match in found if match))
+
+
+def holds_amd_gpus() -> bool:
+    """Tell whether the GPUs of this process are AMD's: it holds a HIP runtime, which others than torch load too (UCX),
+    and no torch for NVIDIA's."""
+    return bool(loaded_hip()) and not any(_CUDA_TORCH in line for line in _mapped())
+
+
+def _mapped() -> list[str]:
+    try:
+        return Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
 
 
 def rocm_folders() -> list[Path]:

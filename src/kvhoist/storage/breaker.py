@@ -1,10 +1,12 @@
-"""When a store's calls are no longer made: it failed as a whole several times in a row, or a call hangs."""
+"""When a store's calls are no longer made: those of a kind failed as a whole several times in a row, or one hangs."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 _log = logging.getLogger(__name__)
 
@@ -17,10 +19,21 @@ _MAX_FAILURES = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
+@dataclass(slots=True)
+class _Fuse:
+    """That of one kind of call. `why` is None where it is whole."""
+
+    failures: int = 0
+    why: str | None = None
+    pause_s: float = _FIRST_PAUSE_S
+    try_at: float = 0.0
+    trial: int | None = None
+
+
 class Breaker:
-    """The fuse of one store. While it is fenced, calls are refused; after a pause, doubled each time, one call is let
-    through, and its success ends the fence. A call of more than `hang_s` seconds fences the store while it is still
-    running, and until it returns. What happens is logged once. Thread-safe.
+    """The fuses of one store, one for each kind of call: it may answer look-ups and fail all reads. Calls of a kind
+    that is fenced are refused; after a pause, doubled each time, one is let through, and its success ends the fence.
+    While a call hangs, for more than `hang_s` seconds, all calls are refused. What happens is logged once. Thread-safe.
     """
 
     def __init__(self, name: str, *, hang_s: float, clock: Callable[[], float]) -> None:
@@ -29,71 +42,80 @@ class Breaker:
         self._hang_s = hang_s
         self._clock = clock
         self._changed = threading.Condition()
-        self._running: dict[int, float] = {}
+        self._running: dict[int, tuple[str, float]] = {}
         self._hung: set[int] = set()
         self._num_calls = 0
-        self._failures = 0
-        self._fenced: str | None = None
-        self._pause_s = _FIRST_PAUSE_S
-        self._try_at = 0.0
-        self._trial: int | None = None
+        self._fuses: defaultdict[str, _Fuse] = defaultdict(_Fuse)
         self._closed = False
 
-    def refusal(self) -> str | None:
+    @property
+    def fenced(self) -> bool:
+        """Whether calls of any kind are refused, or were until now."""
+        with self._changed:
+            return bool(self._hung) or any(fuse.why is not None for fuse in self._fuses.values())
+
+    def refusal(self, kind: str) -> str | None:
         """Return why a call would be refused now, for people; None where it would be made."""
         with self._changed:
-            return self._refusal()
+            return self._refusal(kind)
 
     def hang(self) -> str | None:
-        """Return why a call would be refused now, where a call hangs."""
+        """Return why all calls are refused, where one hangs."""
         with self._changed:
-            return self._refusal() if self._hung else None
+            return self._hang()
 
-    def begin(self) -> int | str:
+    def begin(self, kind: str) -> int | str:
         """Return a number for the call that begins, to be ended by `end`; or why it is refused."""
         with self._changed:
-            if (refusal := self._refusal()) is not None:
+            if (refusal := self._refusal(kind)) is not None:
                 return refusal
             self._num_calls += 1
-            self._running[self._num_calls] = self._clock()
-            if self._fenced is not None:
-                self._trial = self._num_calls
+            self._running[self._num_calls] = kind, self._clock()
+            if self._fuses[kind].why is not None:
+                self._fuses[kind].trial = self._num_calls
             self._changed.notify_all()
             return self._num_calls
 
     def end(self, call: int, fault: str | None) -> None:
         """A call returned; `fault` says why it failed as a whole."""
         with self._changed:
-            seconds = self._clock() - self._running.pop(call)
+            kind, began = self._running.pop(call)
+            seconds = self._clock() - began
             self._hung.discard(call)
             self._changed.notify_all()
             if fault is None and seconds > self._hang_s:
                 fault = f"a call took {seconds:.1f} s"
-            was_trial, self._trial = self._trial == call, None if self._trial == call else self._trial
-            if fault is None:
-                self._failures = 0
-                if was_trial and not self._hung:
-                    self._fenced, self._pause_s = None, _FIRST_PAUSE_S
-                    _log.warning("store %s answers again", self._name)
-                return
-            self._failures += 1
+            fuse = self._fuses[kind]
+            was_trial = fuse.trial == call
             if was_trial:
-                self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-            if was_trial or self._failures >= _MAX_FAILURES or seconds > self._hang_s:
-                self._fence(fault)
+                fuse.trial = None
+            if fault is None:
+                fuse.failures = 0
+                if was_trial:
+                    self._fuses[kind] = _Fuse()
+                    _log.warning("store %s answers again (%s)", self._name, kind)
+                return
+            fuse.failures += 1
+            if was_trial:
+                fuse.pause_s = min(2 * fuse.pause_s, _LONGEST_PAUSE_S)
+            if was_trial or fuse.failures >= _MAX_FAILURES or seconds > self._hang_s:
+                self._blow(kind, fuse, fault)
 
     def wait_for_hang(self) -> str | None:
-        """Block until a call runs for too long, fence the store, and return why; None once closed."""
+        """Block until a call runs for too long, and return why all are refused then; None once closed."""
         with self._changed:
             while not self._closed:
                 call = min(self._running.keys() - self._hung, default=None)  # the oldest
                 if call is None:
                     self._changed.wait()
-                elif (left_s := self._running[call] + self._hang_s - self._clock()) > 0:
+                    continue
+                kind, began = self._running[call]
+                if (left_s := began + self._hang_s - self._clock()) > 0:
                     self._changed.wait(left_s)
-                else:
-                    self._hung.add(call)
-                    return self._fence(f"a call has not returned for {self._hang_s:g} s")
+                    continue
+                self._hung.add(call)
+                self._blow(kind, self._fuses[kind], f"a call has not returned for {self._hang_s:g} s")
+                return self._hang()
             return None
 
     def close(self) -> None:
@@ -101,17 +123,18 @@ class Breaker:
             self._closed = True
             self._changed.notify_all()
 
-    def _refusal(self) -> str | None:
-        if self._fenced is None:
-            return None
-        if self._trial is None and not self._hung and self._clock() >= self._try_at:
-            return None
-        return f"{FENCED}: {self._fenced}"
+    def _hang(self) -> str | None:
+        return f"{FENCED}: a call has not returned for {self._hang_s:g} s" if self._hung else None
 
-    def _fence(self, why: str) -> str:
-        if self._fenced is None:
+    def _refusal(self, kind: str) -> str | None:
+        fuse = self._fuses[kind]
+        if self._hung or fuse.why is None:
+            return self._hang()
+        return None if fuse.trial is None and self._clock() >= fuse.try_at else f"{FENCED}: {fuse.why}"
+
+    def _blow(self, kind: str, fuse: _Fuse, why: str) -> None:
+        if fuse.why is None:
             self.num_fences += 1
-            _log.warning("store %s is fenced off, and tried again in a while: %s", self._name, why)
-        self._fenced = why
-        self._try_at = self._clock() + self._pause_s
-        return why
+            _log.warning("store %s is fenced off (%s), and tried again in a while: %s", self._name, kind, why)
+        fuse.why = why
+        fuse.try_at = self._clock() + fuse.pause_s

@@ -14,7 +14,7 @@ from typing import Any
 from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.messages import REPLICATED, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, Store
-from kvhoist.storage.breaker import FENCED, HANG_S, Breaker
+from kvhoist.storage.breaker import HANG_S, Breaker
 from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes, of_each, reason_of
 from kvhoist.storage.queue import Batch, Chunk, ChunkQueue, Urgency
 from kvhoist.storage.record import Sealer
@@ -56,7 +56,7 @@ class StorageIO:
     caller's, alive and (for `persist`) unchanged, until its future is done. A future never carries an exception of the
     store: whatever the store raises is the reason of the pages of that chunk, and the thread lives on. A store that
     fails as a whole again and again, or has not answered a call for `hang_s`, is fenced off: batches fail at once,
-    what waits fails too, and only the buffers of calls that hang stay in use. It is tried again by itself.
+    what waits fails too, and only batches of which a part hangs stay in use. It is tried again by itself.
 
     Order of work: prefetch and lookup before drop before persist, and with two threads or more one of them never
     persists, so that a read waits for reads only. Where a persist would have more than `max_queued_pages` pages wait,
@@ -100,20 +100,20 @@ class StorageIO:
 
     def persist(self, keys: Sequence[StorageKey], blobs: Sequence[Buffer]) -> Future[PageOutcomes]:
         """Seal and put each blob under its key. What does not fit within `max_queued_pages` fails as QUEUE_FULL."""
-        return self._submit(keys, blobs, Urgency.PERSIST, self._persist)
+        return self._submit("persist", keys, blobs, Urgency.PERSIST, self._persist)
 
     def prefetch(self, keys: Sequence[StorageKey], buffers: Sequence[Buffer]) -> Future[PageOutcomes]:
         """Read each page into its buffer and verify it. What fails the check is quarantined; the buffer of a page that
         is not good holds bytes of no meaning."""
-        return self._submit(keys, buffers, Urgency.READ, self._prefetch)
+        return self._submit("prefetch", keys, buffers, Urgency.READ, self._prefetch)
 
     def lookup(self, keys: Sequence[StorageKey]) -> Future[PageOutcomes]:
         """Ask which keys the store holds: MISSING for those it does not."""
-        return self._submit(keys, None, Urgency.READ, self._lookup)
+        return self._submit("lookup", keys, None, Urgency.READ, self._lookup)
 
     def drop(self, keys: Sequence[StorageKey]) -> Future[PageOutcomes]:
         """Remove the keys from the store; absent ones are fine."""
-        return self._submit(keys, None, Urgency.DROP, self._drop)
+        return self._submit("drop", keys, None, Urgency.DROP, self._drop)
 
     def note_namespace(self, namespace: bytes, fields: Mapping[str, str]) -> Future[PageOutcomes]:
         """Let the store note what a namespace stands for. The one outcome says whether it could."""
@@ -122,7 +122,8 @@ class StorageIO:
             self._store.note_namespace(namespace, fields)
             return [None]
 
-        return self._submit([StorageKey(PageKey(namespace, 0, b""), REPLICATED)], None, Urgency.READ, note)
+        key = StorageKey(PageKey(namespace, 0, b""), REPLICATED)
+        return self._submit("note", [key], None, Urgency.READ, note)
 
     def cancel(self, future: Future[PageOutcomes]) -> bool:
         """Cancel the parts of a batch that have not begun, and return whether there were any. A batch of which nothing
@@ -139,7 +140,7 @@ class StorageIO:
         queued, running = self._queue.gauges()
         with self._counts_lock:
             counts = {**self._counts, "num_fences": self._breaker.num_fences}
-        return StorageIOStats(queued, running, fenced=self._breaker.refusal() is not None, **counts)
+        return StorageIOStats(queued, running, fenced=self._breaker.fenced, **counts)
 
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
         """Stop: with `drain` finish what is queued, else cancel what has not begun; the running parts are waited for.
@@ -160,6 +161,7 @@ class StorageIO:
 
     def _submit(
         self,
+        kind: str,
         keys: Sequence[StorageKey],
         blobs: Sequence[Buffer] | None,
         urgency: Urgency,
@@ -174,11 +176,12 @@ class StorageIO:
             raise ConfigError("a prefetch needs buffers that can be written", got="a read-only buffer")
         batch = Batch(len(keys), self._clock, self._count_cancelled)
         chunks = [
-            Chunk(batch, urgency, first, keys[first:end], flat[first:end], act) for first, end in self._split(flat)
+            Chunk(batch, kind, urgency, first, keys[first:end], flat[first:end], act)
+            for first, end in self._split(flat)
         ]
         if not chunks:
             batch.close_empty()
-        elif (refusal := self._breaker.refusal()) is not None:
+        elif (refusal := self._breaker.refusal(kind)) is not None:
             for chunk in chunks:
                 self._fail(chunk, refusal)
         else:
@@ -209,7 +212,7 @@ class StorageIO:
             del chunk  # keeps no buffer alive while it waits for work
 
     def _act(self, chunk: Chunk) -> list[Reason]:
-        call = self._breaker.begin()
+        call = self._breaker.begin(chunk.kind)
         if isinstance(call, str):
             self._count(fenced_pages=len(chunk.keys))
             return [call] * len(chunk.keys)
@@ -225,7 +228,7 @@ class StorageIO:
 
     def _watch(self) -> None:
         while (why := self._breaker.wait_for_hang()) is not None:
-            self._fail_waiting(f"{FENCED}: {why}", lambda _: True)
+            self._fail_waiting(why, lambda _: True)
 
     def _fail_waiting(self, reason: str, matches: Callable[[Chunk], bool]) -> None:
         for chunk in self._queue.take_waiting(matches):

@@ -83,6 +83,7 @@ class Chunk:
     """Neighbouring pages of a batch, the first at index `first`: what one thread does in one piece."""
 
     batch: Batch
+    kind: str
     urgency: Urgency
     first: int
     keys: Sequence[StorageKey]

@@ -23,7 +23,7 @@ from kvhoist.mover import Mover
 from kvhoist.platform.base import Event, Stream
 from kvhoist.platform.open import open_platform
 from kvhoist.storage.io import StorageIO
-from kvhoist.storage.open import open_storage_io, open_store
+from kvhoist.storage.open import close_store, open_storage_io, open_store
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger("vllm.kvhoist")
@@ -167,7 +167,7 @@ class WorkerSide:
             left_s = max(0.0, deadline - time.monotonic())
             ended = self._io.close(drain=ended, timeout_s=left_s) and ended
         if self._store is not None:
-            self._store.close()
+            close_store(self._store, lambda: _log.exception("kvhoist: the store could not be closed"), wait=ended)
         if ended:
             self.arena.close()
         else:
