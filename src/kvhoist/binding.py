@@ -29,7 +29,7 @@ from kvhoist.mover import Mover
 from kvhoist.platform.base import Event
 from kvhoist.platform.open import open_platform
 from kvhoist.stats import CacheStats, CloseReport
-from kvhoist.storage.base import Store
+from kvhoist.storage.base import Store, register_memory, unregister_memory
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.open import open_storage_io, open_store
 from kvhoist.storage.outcomes import PageOutcomes
@@ -84,6 +84,9 @@ class Binding:
             self._owns_store = isinstance(store, str)
             if self.store is not None and self._owns_store:
                 undo.callback(self.store.close)
+            if self.store is not None:
+                register_memory(self.store, self.arena.buffer.data)
+                undo.callback(unregister_memory, self.store, self.arena.buffer.data)
             self.plane = ControlPlane(
                 group,
                 directory,
@@ -235,9 +238,12 @@ class Binding:
         ended = self.mover.close(drain=False, timeout_s=left)
         if self.io is not None:
             ended = self.io.close(drain=False, timeout_s=left) and ended
-        if self.store is not None and self._owns_store:
+        if self.store is not None:
             try:
-                self.store.close()
+                if ended and not self.arena.closed:
+                    unregister_memory(self.store, self.arena.buffer.data)
+                if self._owns_store:
+                    self.store.close()
             except Exception:
                 self._store_failed("close")
         with self.lock:
