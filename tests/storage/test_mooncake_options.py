@@ -124,16 +124,14 @@ def test_the_watch_backs_off_within_bounds_and_comes_back(listener: Listener) ->
                 if "tried again in" not in str(error):
                     break
         waits.append(now[0] - begun)
-        now[0] += MAX_DELAY_S
-    assert waits == sorted(waits)
-    assert waits[0] <= 3 * FIRST_DELAY_S
-    assert waits[-1] <= 1.1 * MAX_DELAY_S
+        now[0] += 2 * MAX_DELAY_S
+    assert waits[0] <= 3 * FIRST_DELAY_S < waits[2] < max(waits) <= 1.1 * MAX_DELAY_S
     listener.start()
     now[0] += MAX_DELAY_S
     watch.check()
     watch.answered()
     watch.failed()
-    with pytest.raises(StoreUnavailableError, match="tried again in 0.1 s"):
+    with pytest.raises(StoreUnavailableError, match=r"tried again in 0\.1 s"):
         watch.check()
     now[0] += FIRST_DELAY_S
     watch.check()
@@ -153,9 +151,14 @@ def test_the_pool_lends_bytes_that_nobody_else_has() -> None:
 
     with ThreadPoolExecutor(6) as threads:
         assert list(threads.map(work, range(6))) == list(range(6))
-    with pool.piece(pool.max_piece_bytes, 0), pool.piece(pool.max_piece_bytes, 0):
-        with pytest.raises(StorageError, match="no bounce memory came free"), pool.piece(1, 0):
-            pass
+    half = pool.max_piece_bytes
+    with (
+        pool.piece(half, 0),
+        pool.piece(half, 0),
+        pytest.raises(StorageError, match="no bounce memory came free"),
+        pool.piece(1, 0),
+    ):
+        pass
     with pytest.raises(StorageError, match="Raise the option bounce"), pool.piece(pool.max_piece_bytes + 1, 0):
         pass
     pool.close()

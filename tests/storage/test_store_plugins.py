@@ -45,7 +45,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **points: str) -> Non
 
 
 def test_an_installed_store_is_opened_by_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="valid choices: file:, memory:, mooncake:;"):
+    with pytest.raises(ConfigError, match=r"valid choices: file:, memory:, mooncake:\. "):
         open_store("theirs:bucket")
     install(tmp_path, monkeypatch, theirs="their_store_module:open_theirs")
     store = open_store("theirs:bucket/x?a=b&read_only=true")
@@ -67,7 +67,7 @@ def test_shipped_stores_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.M
         ("no_such_module:open", "ModuleNotFoundError.*no_such_module.*Mend or remove the package their-store"),
         ("their_store_module:no_such_function", "AttributeError.*no_such_function.*package their-store"),
         ("their_store_module:raises", "OSError: no such bucket, from their_store_module:raises"),
-        ("their_store_module:is_no_store", "is none; got dict without close, exists, get, namespaces.*store_suite"),
+        ("their_store_module:is_no_store", "is none; got dict without close, exists, namespaces.*store_suite"),
     ],
 )
 def test_a_broken_plug_in_says_whose_it_is(
@@ -80,5 +80,5 @@ def test_a_broken_plug_in_says_whose_it_is(
 
 def test_an_error_of_ours_comes_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, away="their_store_module:is_away")
-    with pytest.raises(StoreUnavailableError, match="^the bucket is away$"):
+    with pytest.raises(StoreUnavailableError, match="the bucket is away"):
         open_store("away:x")
