@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from kvhoist.binding import Binding
+from kvhoist.config import CacheConfig
 from kvhoist.control.entry import Entry
 from kvhoist.control.pins import Pins
 from kvhoist.control.plane import ControlPlane
@@ -63,6 +65,12 @@ class Acquisition:
         entries = self._plane.directory.match(self._space, self._keys[: self._limit])
         self._pin(entries)
         self._ready = _leading_ready(entries)
+
+    def give_up(self, late: Transfer) -> bool:
+        """End the prefix before the pages that a transfer brings, and tell whether nobody else waits for it."""
+        first = next((i for i, key in enumerate(self._keys[: self._limit]) if key in late.job.keys), self._limit)
+        self._limit = first
+        return self._plane.flights.is_only_for(late.job.id, self.pins)
 
     def only_loads(self, waits: list[Transfer]) -> bool:
         """Tell whether nothing but loads is under way."""
@@ -143,24 +151,42 @@ def _leading_ready(entries: list[Entry]) -> list[Entry]:
 def run(
     acquisition: Acquisition,
     lock: threading.RLock,
-    dispatch: Callable[[], object],
+    binding: Binding,
+    config: CacheConfig,
     *,
     timeout_s: float,
     layerwise: bool,
 ) -> list[Transfer]:
-    """Step until the prefix is there or `timeout_s` passed; return the loads under way (layer-wise leases only)."""
-    deadline = time.monotonic() + timeout_s
+    """Step until the prefix is there or `timeout_s` passed; return the loads under way (layer-wise leases only). Pages
+    from storage that are late by the prefetch policy end the prefix, and are not fetched if nobody else wants them."""
+    began, policy = time.monotonic(), config.prefetching()
     while True:
         with lock:
-            waits = acquisition.step(dispatch)
+            waits = acquisition.step(binding.dispatch)
         if not waits:
             return []
         if layerwise and acquisition.only_loads(waits):
             return waits
-        for transfer in waits:
-            try:
-                transfer.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                with lock:
-                    acquisition.look()
+        prefetches = [transfer for transfer in waits if transfer.job.kind is JobKind.PREFETCH]
+        patience_s = min(timeout_s, policy.limit_s(sum(transfer.job.num_pages for transfer in prefetches)))
+        late = _first_late(waits, began, timeout_s, patience_s)
+        if late is None:
+            continue
+        with lock:
+            if late not in prefetches or time.monotonic() >= began + timeout_s:
+                acquisition.look()
                 return []
+            unwanted = acquisition.give_up(late)
+        if unwanted:
+            binding.mover.cancel(late.job.id)
+
+
+def _first_late(waits: list[Transfer], began: float, timeout_s: float, patience_s: float) -> Transfer | None:
+    """Wait for all of `waits`, for prefetches `patience_s` after `began`; return the first that is not done then."""
+    for transfer in sorted(waits, key=lambda transfer: transfer.job.kind is JobKind.PREFETCH):
+        limit_s = patience_s if transfer.job.kind is JobKind.PREFETCH else timeout_s
+        try:
+            transfer.result(max(0.0, began + limit_s - time.monotonic()))
+        except TimeoutError:
+            return transfer
+    return None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvhoist.checks import count, seconds
 from kvhoist.control.eviction import EvictionFactory
+from kvhoist.control.prefetch_policy import PrefetchPolicy
 from kvhoist.errors import ConfigError
 from kvhoist.units import parse_bytes
 
@@ -26,6 +27,8 @@ class CacheConfig:
     device_owned: kvhoist gives out and evicts the device pages; False where the engine does.
     lookup_timeout_s: how long `match` waits for storage to say what it holds; 0 never waits.
     acquire_timeout_s: how long `acquire` waits for pages on their way; what is late is recomputed.
+    prefetch_policy: how long it waits for pages from storage within that: `best_effort` (not at all), `wait_complete`,
+        or `timeout`: `prefetch_timeout_s`, and `prefetch_timeout_per_page_s` for each page.
     io_threads, max_queued_pages: the storage I/O pool and how many pages may wait to be persisted, beyond which they
         are dropped and counted; None is half of the host tier (waiting pages stay pinned there), at least 64.
     history_pages: how many evicted or failed pages `explain` remembers.
@@ -45,6 +48,9 @@ class CacheConfig:
     device_owned: bool = True
     lookup_timeout_s: float = 1.0
     acquire_timeout_s: float = 30.0
+    prefetch_policy: str = "timeout"
+    prefetch_timeout_s: float = 30.0
+    prefetch_timeout_per_page_s: float = 0.0
     io_threads: int = 4
     max_queued_pages: int | None = None
     history_pages: int = 65536
@@ -58,6 +64,7 @@ class CacheConfig:
         for name in ("lookup_timeout_s", "acquire_timeout_s"):
             if seconds(name, getattr(self, name)) > 86400:
                 raise ConfigError(f"{name} is out of range", got=getattr(self, name), expected="at most 86400 seconds")
+        self.prefetching()
         count("io_threads", self.io_threads, least=1, most=256)
         if self.max_queued_pages is not None:
             count("max_queued_pages", self.max_queued_pages, least=1, most=1 << 30)
@@ -70,3 +77,11 @@ class CacheConfig:
                 raise ConfigError(f"{name} is neither True nor False", got=repr(getattr(self, name)))
         if self.store_secret is not None and not isinstance(self.store_secret, bytes):
             raise ConfigError("store_secret is not bytes", got=type(self.store_secret).__name__, expected="bytes")
+
+    def prefetching(self) -> PrefetchPolicy:
+        """Return the prefetch policy. Raises PolicyError for an unknown name, ConfigError for times that cannot be."""
+        return PrefetchPolicy.parse(
+            self.prefetch_policy,
+            timeout_s=self.prefetch_timeout_s,
+            timeout_per_page_s=self.prefetch_timeout_per_page_s,
+        )

@@ -125,7 +125,8 @@ def test_with_the_check_taken_out_the_damage_goes_through(pages: Any) -> None:
 def test_whatever_a_store_raises_fails_those_pages_and_no_thread(
     make_io: Any, gated: GatedStore, pages: Any, fault: BaseException
 ) -> None:
-    io = make_io(gated, num_threads=1)
+    now = [0.0]
+    io = make_io(gated, num_threads=1, clock=lambda: now[0])
     gated.fault = fault
     gated.gate.set()
     for _ in range(3):
@@ -133,6 +134,7 @@ def test_whatever_a_store_raises_fails_those_pages_and_no_thread(
         assert outcomes.failed_pages == (0, 1)
         assert f"io error: {type(fault).__name__}" in str(outcomes.error)
     gated.fault = None
+    now[0] += 1
     assert io.persist(pages.keys([1, 2]), blobs_of(pages, [1, 2])).result(DEADLINE_S).error is None
     assert io.stats().error_pages == 6
 

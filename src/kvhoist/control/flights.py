@@ -77,6 +77,10 @@ class Flights:
         """Let `pins` hold, from the moment it is ready, each page that the job fills."""
         self._flights[job_id].joined.append(pins)
 
+    def is_only_for(self, job_id: int, pins: Pins) -> bool:
+        """Tell whether the job is under way, and joined by `pins` alone."""
+        return job_id in self._flights and all(joined is pins for joined in self._flights[job_id].joined)
+
     def send(self, kind: JobKind, space: Space, entries: list[Entry], device_blocks: Sequence[int]) -> Job | None:
         """Open a job over `entries`, reserved where it fills a tier of pages. When it cannot be opened (ConfigError:
         blocks that do not fit, no rank left) the reservations are taken back."""

@@ -95,12 +95,19 @@ class DmaCopy:
         return Started(marks, marks[-1][1])
 
     def _copies(self, plan: CopyPlan, src_bases: list[int], dst_bases: list[int]) -> _Copies:
-        nests = fused([placed(nest, src_bases, dst_bases) for nest in plan.nests], self._in_one_allocation)
-        return _Copies(nests, self._platform.capabilities.max_pitch_bytes)
+        nests = fused([placed(nest, src_bases, dst_bases) for nest in plan.nests], self._starts_in_one_allocation)
+        whole = all(self._in_one_allocation(region.address, region.end - 1) for region in self.between.device)
+        return _Copies(nests, self._platform.capabilities.max_pitch_bytes if whole else 0)
 
-    def _in_one_allocation(self, first: Nest, last: Nest) -> bool:
-        starts = [(nest.dst if self.between.loads else nest.src).offset_bytes for nest in (first, last)]
-        return len({self._platform.allocation_of(start) for start in starts}) == 1
+    def _starts_in_one_allocation(self, first: Nest, last: Nest) -> bool:
+        return self._in_one_allocation(
+            *((nest.dst if self.between.loads else nest.src).offset_bytes for nest in (first, last))
+        )
+
+    def _in_one_allocation(self, *addresses: int) -> bool:
+        """Tell whether a 2-D copy may touch all of them. A tensor alone may span several, as torch's expandable
+        segments do."""
+        return len({self._platform.allocation_of(address) for address in addresses}) == 1
 
 
 def _rows(nest: Nest, max_pitch_bytes: int) -> list[tuple[Nest, Axis]]:

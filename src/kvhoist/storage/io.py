@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvhoist.errors import ClosedError, ConfigError, StorageError
 from kvhoist.messages import REPLICATED, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, Store
+from kvhoist.storage.breaker import FENCED, HANG_S, Breaker
 from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes
 from kvhoist.storage.queue import Batch, Chunk, ChunkQueue, Urgency
 from kvhoist.storage.record import Sealer
@@ -25,10 +26,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StorageIOStats:
-    """Counters since the start, in pages; `queued_pages` and `running_pages` are gauges."""
+    """Counters since the start, in pages; `queued_pages`, `running_pages` and `fenced` are gauges. `num_fences` counts
+    how often the store was fenced off, `fenced_pages` what was not tried because of that."""
 
     queued_pages: int
     running_pages: int
+    fenced: bool = False
+    num_fences: int = 0
+    fenced_pages: int = 0
     persisted_pages: int = 0
     prefetched_pages: int = 0
     found_pages: int = 0
@@ -48,7 +53,9 @@ class StorageIO:
 
     Every method that takes a batch returns at once with a future of PageOutcomes. The buffers of a batch stay the
     caller's, alive and (for `persist`) unchanged, until its future is done. A future never carries an exception of the
-    store: whatever the store raises is the reason of the pages of that chunk, and the thread lives on.
+    store: whatever the store raises is the reason of the pages of that chunk, and the thread lives on. A store that
+    fails as a whole again and again, or has not answered a call for `hang_s`, is fenced off: batches fail at once,
+    what waits fails too, and only the buffers of calls that hang stay in use. It is tried again by itself.
 
     Order of work: prefetch and lookup before drop before persist, and with two threads or more one of them never
     persists, so that a read waits for reads only. Where a persist would have more than `max_queued_pages` pages wait,
@@ -64,6 +71,7 @@ class StorageIO:
         num_threads: int = 4,
         max_queued_pages: int = 4096,
         chunk_bytes: int | str = "32MiB",
+        hang_s: float = HANG_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value, most in (("num_threads", num_threads, 256), ("max_queued_pages", max_queued_pages, 1 << 30)):
@@ -77,9 +85,11 @@ class StorageIO:
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
         self._queue = ChunkQueue(max_persist_pages=max_queued_pages, max_persists=max(1, num_threads - 1))
+        self._breaker = Breaker(store.name, hang_s=hang_s, clock=clock)
         self._threads = [
             threading.Thread(target=self._work, name=f"kvhoist-io-{i}", daemon=True) for i in range(num_threads)
         ]
+        self._threads.append(threading.Thread(target=self._watch, name="kvhoist-io-watch", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -127,7 +137,8 @@ class StorageIO:
     def stats(self) -> StorageIOStats:
         queued, running = self._queue.gauges()
         with self._counts_lock:
-            return StorageIOStats(queued_pages=queued, running_pages=running, **self._counts)
+            counts = {**self._counts, "num_fences": self._breaker.num_fences}
+        return StorageIOStats(queued, running, fenced=self._breaker.refusal() is not None, **counts)
 
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
         """Stop: with `drain` finish what is queued, else cancel what has not begun; the running parts are waited for.
@@ -140,6 +151,7 @@ class StorageIO:
         self._queue.close(discard=not drain)
         if not self._queue.wait_idle(timeout_s):
             self._queue.close(discard=True)
+        self._breaker.close()
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
             thread.join(max(0.0, deadline - self._clock()))
@@ -165,6 +177,9 @@ class StorageIO:
         ]
         if not chunks:
             batch.close_empty()
+        elif (refusal := self._breaker.refusal()) is not None:
+            for chunk in chunks:
+                self._fail(chunk, refusal)
         else:
             for chunk in chunks[self._queue.put(chunks) :]:
                 self._count(refused_pages=len(chunk.keys))
@@ -185,19 +200,43 @@ class StorageIO:
 
     def _work(self) -> None:
         while (chunk := self._queue.take()) is not None:
-            try:
-                reasons = chunk.act(chunk.keys, chunk.blobs)
-                if len(reasons) != len(chunk.keys):
-                    raise StorageError("the store did not answer for each page", got=f"{len(reasons)} answers")
-            except BaseException as error:  # a thread that dies would hang every later batch
-                reasons = [_explain(error)] * len(chunk.keys)
-                self._count(error_pages=len(chunk.keys))
+            reasons = self._act(chunk)
             self._queue.done(chunk)
             try:
                 chunk.batch.finish(chunk, reasons)
             except BaseException:
                 _log.exception("a callback on a storage future raised")
             del chunk  # keeps no buffer alive while it waits for work
+
+    def _act(self, chunk: Chunk) -> list[Reason]:
+        call = self._breaker.begin()
+        if isinstance(call, str):
+            self._count(fenced_pages=len(chunk.keys))
+            return [call] * len(chunk.keys)
+        fault = None
+        try:
+            reasons = chunk.act(chunk.keys, chunk.blobs)
+            if len(reasons) != len(chunk.keys):
+                raise StorageError("the store did not answer for each page", got=f"{len(reasons)} answers")
+        except BaseException as error:  # a thread that dies would hang every later batch
+            fault = _explain(error)
+            reasons = [fault] * len(chunk.keys)
+            self._count(error_pages=len(chunk.keys))
+        self._breaker.end(call, fault)
+        return reasons
+
+    def _watch(self) -> None:
+        while (why := self._breaker.wait_for_hang()) is not None:
+            for chunk in self._queue.take_waiting():
+                self._fail(chunk, f"{FENCED}: {why}")
+
+    def _fail(self, chunk: Chunk, reason: str) -> None:
+        """End a chunk that does not run."""
+        self._count(fenced_pages=len(chunk.keys))
+        if chunk.batch.start():
+            chunk.batch.finish(chunk, [reason] * len(chunk.keys))
+        else:
+            chunk.batch.cancel(chunk)
 
     def _persist(self, keys: Sequence[StorageKey], blobs: Sequence[Buffer]) -> list[Reason]:
         headers = [self._sealer.seal(key, blob) for key, blob in zip(keys, blobs, strict=True)]

@@ -180,6 +180,13 @@ class ChunkQueue:
         return None
 
     def _discard(self, matches: Callable[[Chunk], bool]) -> bool:
+        gone = self.take_waiting(matches)
+        for chunk in gone:
+            chunk.batch.cancel(chunk)
+        return bool(gone)
+
+    def take_waiting(self, matches: Callable[[Chunk], bool] = lambda _: True) -> list[Chunk]:
+        """Take the chunks off the queue that wait, for the caller to end them."""
         with self._changed:
             gone = [chunk for waiting in self._waiting.values() for chunk in waiting if matches(chunk)]
             for urgency, waiting in self._waiting.items():
@@ -188,6 +195,4 @@ class ChunkQueue:
                     self._queued_pages[urgency] = sum(len(chunk.keys) for chunk in kept)
                     self._waiting[urgency] = deque(kept)
             self._changed.notify_all()
-        for chunk in gone:
-            chunk.batch.cancel(chunk)
-        return bool(gone)
+        return gone

@@ -13,18 +13,22 @@ from kvhoist.adapters.vllm.requests import PageShape, RequestState
 from kvhoist.control.directory import Directory
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.policy import WritePolicy
+from kvhoist.control.prefetch_policy import PrefetchPolicy
 from kvhoist.control.tiers import Tier
 from kvhoist.messages import Completion, Job, JobKind
 
 HASHES = [bytes([i]) * 32 for i in range(24)]
 SHAPE = PageShape(4, 2, 2)
+PATIENCE = PrefetchPolicy(30.0)
 """Blocks of 4 tokens, two to a page."""
 
 
 class Bench:
     """A control plane of one rank with a prompt's pages, and a clock that stands still."""
 
-    def __init__(self, *, storage: bool = False, host_pages: int = 16, held_back: int = 0) -> None:
+    def __init__(
+        self, *, storage: bool = False, host_pages: int = 16, held_back: int = 0, patience: PrefetchPolicy = PATIENCE
+    ) -> None:
         geometry = tiny_geometry()
         self.now = 0.0
         self.plane = ControlPlane(
@@ -36,7 +40,7 @@ class Bench:
             clock=lambda: self.now,
         )
         self.space = self.plane.space(namespace(geometry))
-        waits = Waits(1.0, 30.0)
+        waits = Waits(1.0, patience)
         self.prefixes = Prefixes(self.plane, SHAPE, waits, num_held_back=held_back, clock=lambda: self.now)
         self.keys = HASHES[1::2]
 
@@ -174,3 +178,28 @@ def test_a_prefix_longer_than_the_host_tier_is_fetched_as_far_as_it_fits() -> No
     bench.answer(prefetch)
     assert bench.find(state) == range(4)
     bench.plane.audit()
+
+
+def test_best_effort_computes_at_once_and_has_the_pages_come_for_others() -> None:
+    world = Bench(storage=True, patience=PrefetchPolicy(0.0))
+    state = world.state(33)
+    assert world.find(state) is None
+    world.answer(world.job(JobKind.LOOKUP))
+    assert world.find(state) == range(0)
+    assert state.late
+    fetched = world.job(JobKind.PREFETCH)
+    world.answer(fetched)
+    assert world.find(world.state(33)) == range(8)
+
+
+def test_a_request_waits_so_long_for_each_page() -> None:
+    world = Bench(storage=True, patience=PrefetchPolicy(1.0, 0.5))
+    state = world.state(33)
+    assert world.find(state) is None
+    world.answer(world.job(JobKind.LOOKUP))
+    assert world.find(state) is None
+    assert world.job(JobKind.PREFETCH).num_pages == 4
+    world.now = 2.9
+    assert world.find(state) is None
+    world.now = 3.0
+    assert world.find(state) == range(0)

@@ -11,6 +11,7 @@ from kvhoist.checks import count, seconds
 from kvhoist.config import DEFAULT_STAGING_BYTES, MAX_BLOCK_QUOTA
 from kvhoist.control.eviction import eviction_factory
 from kvhoist.control.policy import WritePolicy
+from kvhoist.control.prefetch_policy import PrefetchPolicy
 from kvhoist.errors import ConfigError, PolicyError
 from kvhoist.storage.open import is_read_only
 from kvhoist.units import parse_bytes
@@ -51,7 +52,8 @@ class ConnectorOptions:
     layerwise: load layer by layer inside of the forward, instead of before it; costs full CUDA graphs.
     weights_id, tenant: parts of the namespace: which weights these are (None: a fingerprint of the checkpoint), and
         whose pages.
-    lookup_timeout_s, prefetch_timeout_s: how long a request may wait for storage to say what it holds, and to bring it.
+    lookup_timeout_s: how long a request may wait for storage to say what it holds.
+    prefetch_policy, prefetch_timeout_s, prefetch_timeout_per_page_s: as in CacheConfig, how long it waits for pages.
     io_threads, max_queued_pages, history_pages, io_backend, staging_bytes, block_quota, debug_verify: as in
         CacheConfig, for each rank.
     on_error: what a problem at the start does: `fail` stops the engine, `disable` starts it without the cache.
@@ -69,7 +71,9 @@ class ConnectorOptions:
     weights_id: str | None = None
     tenant: str = ""
     lookup_timeout_s: float = 1.0
+    prefetch_policy: str = "timeout"
     prefetch_timeout_s: float = 30.0
+    prefetch_timeout_per_page_s: float = 0.0
     io_threads: int = 4
     max_queued_pages: int | None = None
     history_pages: int = 65536
@@ -92,8 +96,9 @@ class ConnectorOptions:
         for name in ("layerwise", "debug_verify"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is neither true nor false", got=repr(getattr(self, name)))
-        for name in ("lookup_timeout_s", "prefetch_timeout_s", "drain_timeout_s"):
+        for name in ("lookup_timeout_s", "prefetch_timeout_s", "prefetch_timeout_per_page_s", "drain_timeout_s"):
             object.__setattr__(self, name, seconds(name, getattr(self, name)))
+        self.prefetching()
         for name in ("storage", "weights_id"):
             self._check_text(name, optional=True)
         for name in ("tenant", "io_backend", "eviction"):
@@ -132,6 +137,13 @@ class ConnectorOptions:
     def persists(self) -> bool:
         """Whether pages are written to storage, and not only read."""
         return self.storage is not None and not is_read_only(self.storage)
+
+    def prefetching(self) -> PrefetchPolicy:
+        return PrefetchPolicy.parse(
+            self.prefetch_policy,
+            timeout_s=self.prefetch_timeout_s,
+            timeout_per_page_s=self.prefetch_timeout_per_page_s,
+        )
 
     def policy(self) -> WritePolicy:
         """Return the write policy; vLLM owns the device tier, so `write_back` is refused."""

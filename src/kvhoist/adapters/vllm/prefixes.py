@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
 from kvhoist.control.directory import Space
 from kvhoist.control.plane import ControlPlane
+from kvhoist.control.prefetch_policy import PrefetchPolicy
 from kvhoist.control.tiers import READY, Tier
 
 _MOST_REFUSED = 4096
@@ -18,10 +19,10 @@ sound: what failed may have been the copying."""
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long a request may wait, in seconds, for storage to answer and to bring pages."""
+    """How long a request may wait for storage to answer, in seconds, and to bring pages."""
 
     lookup_s: float
-    prefetch_s: float
+    prefetch: PrefetchPolicy
 
 
 class Prefixes:
@@ -108,13 +109,13 @@ class Prefixes:
             return self._ask(space, state, keys, page, last_page) if entry is None else None
         filling = self._plane.flights.job_filling(entry, Tier.HOST)
         if filling is not None:
-            return self._wait(state, filling, self._waits.prefetch_s)
+            return self._wait(state, filling, self._waits.prefetch.limit_s(last_page - page))
         if not entry.is_ready(Tier.STORAGE):
             return self._ask(space, state, keys, page, last_page)
         stop = self._num_stored(space, keys, page, last_page)
         state.prefetched = range(page, stop)
         job = self._plane.prefetch(space, keys, page, stop, for_whom=state.request.request_id)
-        return None if job is None else self._wait(state, job.id, self._waits.prefetch_s)
+        return None if job is None else self._wait(state, job.id, self._waits.prefetch.limit_s(stop - page))
 
     def _ask(self, space: Space, state: RequestState, keys: Sequence[bytes], page: int, last_page: int) -> int | None:
         if state.asked_storage or not self._plane.has_storage:
@@ -132,6 +133,10 @@ class Prefixes:
             page += 1
         return page
 
-    def _wait(self, state: RequestState, job_id: int, seconds: float) -> int:
+    def _wait(self, state: RequestState, job_id: int, seconds: float) -> int | None:
+        """Let `state` wait for a job; None, and it is late at once, where there is no time for that."""
+        if seconds <= 0:
+            state.late = True
+            return None
         state.deadline = self._clock() + seconds
         return job_id

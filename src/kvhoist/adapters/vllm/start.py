@@ -184,7 +184,7 @@ def start_scheduler(
         plane,
         namespace,
         page_shape(vllm_config, kv_cache_config, options),
-        Waits(options.lookup_timeout_s, options.prefetch_timeout_s),
+        Waits(options.lookup_timeout_s, options.prefetching()),
         group_id=group_id,
         num_held_back=compat.held_back_blocks(vllm_config),
         loads=role.is_kv_consumer,
