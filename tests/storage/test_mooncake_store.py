@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -268,6 +269,45 @@ def test_close_ends_the_engine_and_waits_for_calls_under_way(mortal: Master, pag
         reader.join(DEADLINE_S)
     assert outcomes == [ClosedError] * 4
     assert (os.getpid(), store._options) not in client_module._clients
+
+
+LENDER = """
+import sys
+from kvhoist.storage import open_store
+store = open_store(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_peer_that_hangs_or_dies_costs_its_pages_only(mortal: Master, pages: Any) -> None:
+    """The peer is the only one who lends memory."""
+    peer = run_python(LENDER, mortal.url())
+    assert peer.stdin is not None
+    assert peer.stdout is not None
+    try:
+        assert peer.stdout.readline() == "ready\n"
+        store = open_store(mortal.url(segment="0"))
+        assert all(pages.put(store, range(4)))
+        assert pages.read(store, range(4)) == ["good"] * 4
+        peer.send_signal(signal.SIGSTOP)
+        assert pages.read(store, [0]) == ["missing"]
+        assert store.stats().error_pages == 1
+        assert store.exists(pages.keys([99])) == [False], "the store itself is not fenced"
+        peer.send_signal(signal.SIGCONT)
+        poll(lambda: pages.read(store, [0]) == ["good"], "the peer to answer again")
+        peer.kill()
+        poll(lambda: pages.read(store, range(4)) == ["missing"] * 4, "the pages to be gone")
+        store.close()
+    finally:
+        peer.kill()
+        peer.wait()
+
+
+def test_a_process_may_end_without_closing_its_store(mortal: Master) -> None:
+    peer = run_python(LENDER, mortal.url())
+    assert peer.communicate("", timeout=DEADLINE_S)[0] == "ready\n"
+    assert peer.returncode == 0
 
 
 SHARER = """

@@ -103,14 +103,15 @@ class Client:
                 self._engine.unregister_buffer(start)
 
     def close(self) -> None:
-        """Wait for the calls under way and end the engine's threads."""
+        """Wait for the calls under way and end the engine's threads; in a forked child, which has none, do nothing."""
+        if os.getpid() != self._pid:
+            return
         with self._idle:
             self._closed = True
             self._idle.wait_for(lambda: not self._running)
         self._watch.close()
-        if os.getpid() == self._pid:
-            self._engine.close()
-            self.pool.close()
+        self._engine.close()
+        self.pool.close()
 
     def _set_up(self) -> None:
         options = self.options
