@@ -11,6 +11,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 DEADLINE_S = 30.0
 
@@ -51,7 +52,7 @@ class Master:
 
     def freeze(self) -> None:
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        freeze(self.process)
 
     def thaw(self) -> None:
         assert self.process is not None
@@ -82,6 +83,17 @@ def poll(done: object, what: str, deadline_s: float = DEADLINE_S) -> None:
     while not done():
         assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s for {what}"
         time.sleep(0.02)
+
+
+def freeze(process: subprocess.Popen[Any]) -> None:
+    """Stop a process, and wait until each of its threads stands still."""
+    process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{process.pid}/task")
+
+    def stands_still() -> bool:
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir())
+
+    poll(stands_still, f"process {process.pid} to stop")
 
 
 def run_python(code: str, *arguments: object) -> subprocess.Popen[str]:
