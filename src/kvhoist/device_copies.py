@@ -127,7 +127,8 @@ def _digests(
     """Return digests that read the device back through pinned memory of one page, as `offload` moves one."""
     group = device.layout.group
     scratch = np.zeros(group.page_pitch_bytes, dtype=np.uint8)
-    raw = undo.enter_context(HostArena(group, num_pages=1, order=HostOrder(arena.layout.name)))
+    order = HostOrder(arena.layout.name)
+    raw = undo.enter_context(HostArena(group, num_pages=1, order=order, allocate=platform.allocate_host))
     pinned = undo.enter_context(PinnedArena(raw, platform))
     plan = CopyPlan.make(device.layout, raw.layout)
     gather = make(offload.choice_for(1).engine, Between(plan, device.buffers, pinned, platform, loads=False), 1)

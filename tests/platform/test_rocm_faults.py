@@ -19,6 +19,7 @@ from device_rank import DEADLINE_S, ENGINES, SMALL, same, shapes
 from hip_rank import HipRank
 from hip_simulator import ILLEGAL_ADDRESS, OUT_OF_MEMORY, simulator
 
+from kvhoist.copy.ring import Chunk, StagingRing
 from kvhoist.errors import DeviceError
 from kvhoist.memory import pinned
 from kvhoist.messages import JobKind
@@ -161,6 +162,32 @@ def test_a_device_that_is_gone_takes_its_jobs_with_it_and_leaves_nothing(hip: An
     gc.collect()
     assert hip.live() == {}
     hip.repair()
+
+
+def test_a_copy_that_fails_keeps_the_ring_until_nothing_of_it_is_under_way(
+    hip: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that was taken and not given back is one that nobody waits for."""
+    chunks: list[Chunk] = []
+    was_filled: list[bool] = []
+    take, leave = StagingRing.take, StagingRing.__exit__
+
+    def taking(ring: StagingRing, *args: Any) -> Chunk:
+        chunks.append(take(ring, *args))
+        return chunks[-1]
+
+    def leaving(ring: StagingRing, *error: Any) -> None:
+        was_filled.append(chunks[-1].filled.query())
+        leave(ring, *error)
+
+    hip.pause(seed=3, longest_us=200_000, one_in=1)
+    with HipRank(SMALL, num_blocks=24, host_pages=12, io_backend="staged") as rank:
+        monkeypatch.setattr(StagingRing, "take", taking)
+        monkeypatch.setattr(StagingRing, "__exit__", leaving)
+        hip.fail("hipModuleLaunchKernel")
+        assert rank.submit(JobKind.LOAD, *rank.picked(5, 3)).result(DEADLINE_S).failed_pages == tuple(range(5))
+        assert was_filled == [True]
+    chunks.clear()
 
 
 # -- planted mistakes ----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from kvhoist.errors import StorageError
 from kvhoist.messages import StorageKey
 from kvhoist.storage import Buffer, MemoryStore, Sealer, StorageIO
 from kvhoist.storage.breaker import FENCED, Breaker
+from kvhoist.storage.queue import ChunkQueue
 
 DEADLINE_S = 20
 
@@ -186,3 +187,91 @@ def test_whatever_happens_a_store_that_is_well_again_is_used_again(steps: list[s
     assert isinstance(last, int)
     breaker.end(last, None)
     assert breaker.refusal() is None
+
+
+def test_what_is_queued_as_the_last_thread_hangs_is_given_back(
+    moody: Moody, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch may pass the breaker just before the fence and reach the queue just after what waited was given back."""
+    io = StorageIO(moody, Sealer(), num_threads=1, hang_s=0.1)
+    read = reader(io, pages)
+    given_back = threading.Event()
+    real_put, real_take = ChunkQueue.put, ChunkQueue.take_waiting
+
+    def take_waiting(queue: ChunkQueue, *args: Any) -> Any:
+        taken = real_take(queue, *args)
+        given_back.set()
+        return taken
+
+    def put(queue: ChunkQueue, chunks: Any) -> int:
+        assert given_back.wait(DEADLINE_S)
+        return real_put(queue, chunks)
+
+    moody.gate.clear()
+    hanging = read(0)
+    assert moody.inside.acquire(timeout=DEADLINE_S)
+    monkeypatch.setattr(ChunkQueue, "take_waiting", take_waiting)
+    monkeypatch.setattr(ChunkQueue, "put", put)
+    late = read(1, 2)
+    assert FENCED in str(late.result(DEADLINE_S).error)
+    assert not hanging.done()
+    moody.gate.set()
+    assert hanging.result(DEADLINE_S).error is None
+    assert io.close()
+
+
+def test_a_trial_that_succeeds_ends_no_fence_while_another_call_hangs() -> None:
+    clock = Clock()
+    breaker = Breaker("store", hang_s=10, clock=clock)
+    hangs = breaker.begin()
+    assert isinstance(hangs, int)
+    for _ in range(3):
+        call = breaker.begin()
+        assert isinstance(call, int)
+        breaker.end(call, "gone")
+    clock.now += 9
+    trial = breaker.begin()
+    assert isinstance(trial, int)
+    clock.now += 2
+    assert "has not returned" in str(breaker.wait_for_hang())
+    breaker.end(trial, None)
+    assert "has not returned" in str(breaker.refusal())
+    breaker.end(hangs, None)
+    clock.now += 61
+    again = breaker.begin()
+    assert isinstance(again, int)
+    breaker.end(again, None)
+    assert breaker.refusal() is None
+
+
+def test_a_cancelled_page_is_not_counted_as_one_that_the_fence_refused(moody: Moody, pages: Any) -> None:
+    io = StorageIO(moody, Sealer(), num_threads=1, hang_s=0.2)
+    read = reader(io, pages)
+    moody.gate.clear()
+    hanging = read(0)
+    assert moody.inside.acquire(timeout=DEADLINE_S)
+    dropped, kept = read(1, 2), read(3)
+    assert dropped.cancel()  # by its own future: the queue learns of it later
+    assert FENCED in str(kept.result(DEADLINE_S).error)
+    moody.gate.set()
+    assert hanging.result(DEADLINE_S).error is None
+    assert io.close()
+    stats = io.stats()
+    assert (stats.fenced_pages, stats.cancelled_pages, stats.prefetched_pages) == (1, 2, 1)
+
+
+def test_a_callback_that_exits_keeps_nobody_from_being_told_of_a_hang(moody: Moody, pages: Any) -> None:
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    io = StorageIO(moody, Sealer(), num_threads=1, hang_s=0.2)
+    read = reader(io, pages)
+    moody.gate.clear()
+    hanging = read(0)
+    assert moody.inside.acquire(timeout=DEADLINE_S)
+    waiting = [read(1), read(2)]
+    waiting[0].add_done_callback(leave)
+    assert all(FENCED in str(future.result(DEADLINE_S).error) for future in waiting)
+    moody.gate.set()
+    assert hanging.result(DEADLINE_S).error is None
+    assert io.close()

@@ -20,6 +20,7 @@ from kvhoist.copies import Copied
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.errors import ClosedError, ConfigError, PolicyError, TransferError
 from kvhoist.messages import WHOLE, PageKey, StorageKey
+from kvhoist.mover import Mover
 from kvhoist.platform.cpu import CpuEvent
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.memory import MemoryStore
@@ -555,3 +556,56 @@ def test_a_callback_of_storage_may_close_the_io() -> None:
     GatedLookups.gate.set()
     assert done.wait(30)
     assert closed == [True]
+
+
+def test_closing_a_cache_whose_store_hangs_spends_its_time_once(monkeypatch) -> None:
+    class Hangs(MemoryStore):
+        gate, inside = threading.Event(), threading.Event()
+
+        def put(self, *args: Any) -> list[bool]:
+            self.inside.set()
+            assert self.gate.wait(30)
+            return super().put(*args)
+
+    limits: list[float] = []
+    for part in (Mover, StorageIO):
+
+        def close(self, *, drain, timeout_s, real=part.close):
+            limits.append(timeout_s)
+            return real(self, drain=drain, timeout_s=timeout_s)
+
+        monkeypatch.setattr(part, "close", close)
+    store = Hangs("1MiB")
+    engine = TinyEngine(device_pages=24, host_pages=24, store=store, config=CacheConfig(device_owned=False))
+    engine.cache.write(engine.cache.match(LONG), list(range(10)))
+    assert store.inside.wait(30)
+    report = engine.cache.close(drain=False, timeout_s=1.5)
+    assert (report.unfinished_jobs, report.memory_kept) == (1, True)
+    assert limits[1] < limits[0], "the storage I/O gets what the mover has left"
+    store.gate.set()
+    engine.cache.audit()
+
+
+def test_closing_a_cache_does_not_wait_for_its_store_to_finish_calls_that_hang(monkeypatch) -> None:
+    class Hangs(MemoryStore):
+        gate, inside, closed = threading.Event(), threading.Event(), threading.Event()
+
+        def put(self, *args: Any) -> list[bool]:
+            self.inside.set()
+            assert self.gate.wait(30)
+            return super().put(*args)
+
+        def close(self) -> None:
+            assert self.gate.wait(10)
+            super().close()
+            self.closed.set()
+
+    store = Hangs("1MiB")
+    monkeypatch.setattr("kvhoist.binding.open_store", lambda _: store)
+    engine = TinyEngine(device_pages=24, host_pages=24, store="memory:", config=CacheConfig(device_owned=False))
+    engine.cache.write(engine.cache.match(LONG), list(range(10)))
+    assert store.inside.wait(30)
+    assert engine.cache.close(drain=False, timeout_s=1).memory_kept
+    assert engine.cache._binding.num_store_errors == 0, "it was waited for until it gave up"
+    store.gate.set()
+    assert store.closed.wait(30)

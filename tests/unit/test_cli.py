@@ -239,16 +239,22 @@ def test_explain_takes_the_address_that_the_store_was_opened_by(tmp_path: Path) 
     assert f"got {tmp_path}/none; expected a folder" in result.stderr
 
 
-def test_explain_says_that_it_cannot_compute_the_keys_of_a_folder_of_vllms(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "name", "remedy"),
+    [("vllm", "vLLM", "VLLM_LOGGING_LEVEL=DEBUG"), ("sglang 0.5.23", "SGLang", "log says at its start")],
+)
+def test_explain_says_that_it_cannot_compute_the_keys_of_an_engines_folder(
+    engine: str, name: str, remedy: str, tmp_path: Path
+) -> None:
     store = FileStore(tmp_path / "kv")
-    store.note_namespace(bytes(32), {"compute.engine": '"vllm"', "model_id": '"llama"'})
+    store.note_namespace(bytes(32), {"compute.engine": f'"{engine}"', "model_id": '"llama"'})
     store.close()
     tokens = tmp_path / "tokens"
     tokens.write_text("1 2 3")
     result = run("explain", "--store", f"{tmp_path}/kv", "--tokens", str(tokens))
     assert result.exit_code == 2
-    assert "written by vLLM" in result.stderr
-    assert "VLLM_LOGGING_LEVEL=DEBUG" in result.stderr
+    assert f"written by {name}" in result.stderr
+    assert remedy in result.stderr
 
 
 def test_doctor_reports_a_home_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:

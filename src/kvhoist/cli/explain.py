@@ -14,6 +14,15 @@ from kvhoist.errors import ConfigError
 from kvhoist.settings import Settings
 from kvhoist.storage import Store
 
+_WITH_OWN_HASHES = {
+    "sglang": ("SGLang", "SGLang's log says at its start in which fields the folder's pages are another engine's."),
+    "vllm": (
+        "vLLM",
+        "Start vLLM with VLLM_LOGGING_LEVEL=DEBUG: it logs for each request what is cached, and why not.",
+    ),
+}
+"""Engines by whose own hashes pages are named: how they are called, and where they say why a page is no hit."""
+
 
 def explain(
     store: Annotated[str, typer.Option("--store", metavar="DIR", help="The store's folder.")],
@@ -82,7 +91,7 @@ def _explain(
         prompt = [int(token) for token in load_tokenizer(checkpoint)(text)["input_ids"]]
     opened = FileStore(folder, read_only=True)
     try:
-        _refuse_vllm(opened, folder)
+        _refuse_engines(opened, folder)
         found = explain_stored(opened, namespace, prompt, page_tokens=page_tokens)
     finally:
         opened.close()
@@ -90,13 +99,15 @@ def _explain(
     return data, f"{found}\nNamespace {namespace} of {folder}."
 
 
-def _refuse_vllm(store: Store, folder: Path) -> None:
-    """Raise ConfigError for a folder that only vLLM has written to: its keys cannot be computed from tokens here."""
-    engines = [fields.get("compute.engine") for fields in store.namespaces().values()]
-    if engines and all(engine == '"vllm"' for engine in engines):
+def _refuse_engines(store: Store, folder: Path) -> None:
+    """Raise ConfigError for a folder that only vLLM or SGLang wrote to: their keys cannot be computed from tokens."""
+    engines = [fields.get("compute.engine", "").strip('"') for fields in store.namespaces().values()]
+    names = sorted({engine.partition(" ")[0] for engine in engines})
+    if names and all(name in _WITH_OWN_HASHES for name in names):
         raise ConfigError(
-            f"the pages in {folder} were written by vLLM, whose block hashes this command cannot compute",
-            remedy="Start vLLM with VLLM_LOGGING_LEVEL=DEBUG: it logs for each request what is cached, and why not.",
+            f"the pages in {folder} were written by {' and '.join(_WITH_OWN_HASHES[name][0] for name in names)}, "
+            "whose block hashes this command cannot compute",
+            remedy=" ".join(_WITH_OWN_HASHES[name][1] for name in names),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b, scrypt, sha256
@@ -15,6 +15,9 @@ from kvhoist.layout import HostOrder
 
 _FORMAT = "1"
 _MAX_VALUE_CHARS = 256
+_SHOWN_CHARS = 60
+"""How much of a field's value a message shows."""
+
 _TENANT_SALT = b"kvhoist tenant v1"
 _VOLATILE = frozenset(
     {
@@ -143,6 +146,24 @@ class Namespace:
 
 
 _ROW = ("layers", "row_bytes", "tokens_per_row")
+
+
+def nearest_difference(fields: Mapping[str, str], known: Iterable[Mapping[str, str]]) -> str | None:
+    """Say in which fields, and how, the nearest of the `known` namespaces differs from `fields`; None where they are
+    among the known, or nothing is known."""
+    ours, others = Namespace.from_fields(fields), list(map(Namespace.from_fields, known))
+    if not others or any(other.digest == ours.digest for other in others):
+        return None
+    nearest = min(others, key=lambda other: len(ours.differs_from(other)))
+    theirs = nearest.field_dict()
+    return ", ".join(
+        f"{name} (there {_shown(theirs, name)}, here {_shown(fields, name)})" for name in ours.differs_from(nearest)
+    )
+
+
+def _shown(fields: Mapping[str, str], name: str) -> str:
+    value = fields.get(name, "nothing")
+    return value if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]}..."
 
 
 def _concrete_dtype(kv_dtype: object) -> str:

@@ -28,6 +28,7 @@ from kvhoist.platform.base import (
     Stream,
     region_of,
 )
+from kvhoist.platform.cpu import host_view
 
 _LEAST_IDS = 1024
 _STEP_BYTES, _BLOCK_THREADS, _MAX_BLOCKS = 128, 256, 8
@@ -93,7 +94,7 @@ class IdBuffers:
         self.give_back(buffer, marks[-1][1])
 
     def _make(self, num_bytes: int) -> IdBuffer:
-        host = _whole_pages(num_bytes)
+        host = self._platform.allocate_host(num_bytes) or region_of(_whole_pages(num_bytes))
         device = self._platform.allocate(num_bytes)
         src, dst = (End(0, start, _STEP_BYTES, 0) for start in (0, device.address))
         to_device = Relayout(
@@ -107,7 +108,7 @@ class IdBuffers:
             block_threads=_BLOCK_THREADS,
             max_blocks=_MAX_BLOCKS,
         )
-        return IdBuffer(host, device, self._platform.register(region_of(host)), to_device)
+        return IdBuffer(host_view(host), device, self._platform.register(host), to_device)
 
     def close(self) -> None:
         """Unregister all. Nothing may use them any more."""

@@ -89,7 +89,7 @@ class StagedCopy:
     def start(self, pages: IdArray, blocks: IdArray, after: Event | None) -> Started:
         """Enqueue the copy of host `pages` and device `blocks` behind `after`. Where it raises nothing is under way."""
         marks: list[tuple[int, Event]] = []
-        with self._platform.current(), self._ids.lent(blocks, marks) as buffer, whole_or_nothing(self), self._ring:
+        with self._platform.current(), self._ids.lent(blocks, marks) as buffer, self._ring, whole_or_nothing(self):
             self._unprepared = (buffer, len(blocks), after)
             self._enqueue(pages, buffer.device.address, marks)
             read = self._platform.record(self._link if self._loads else self._relayout)

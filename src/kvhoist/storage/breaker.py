@@ -44,6 +44,11 @@ class Breaker:
         with self._changed:
             return self._refusal()
 
+    def hang(self) -> str | None:
+        """Return why a call would be refused now, where a call hangs."""
+        with self._changed:
+            return self._refusal() if self._hung else None
+
     def begin(self) -> int | str:
         """Return a number for the call that begins, to be ended by `end`; or why it is refused."""
         with self._changed:
@@ -67,7 +72,7 @@ class Breaker:
             was_trial, self._trial = self._trial == call, None if self._trial == call else self._trial
             if fault is None:
                 self._failures = 0
-                if was_trial:
+                if was_trial and not self._hung:
                     self._fenced, self._pause_s = None, _FIRST_PAUSE_S
                     _log.warning("store %s answers again", self._name)
                 return

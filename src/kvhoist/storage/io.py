@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
-from kvhoist.errors import ClosedError, ConfigError, StorageError
+from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.messages import REPLICATED, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, Store
 from kvhoist.storage.breaker import FENCED, HANG_S, Breaker
-from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes
+from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes, of_each, reason_of
 from kvhoist.storage.queue import Batch, Chunk, ChunkQueue, Urgency
 from kvhoist.storage.record import Sealer
 from kvhoist.units import parse_bytes
@@ -184,6 +185,8 @@ class StorageIO:
             for chunk in chunks[self._queue.put(chunks) :]:
                 self._count(refused_pages=len(chunk.keys))
                 batch.finish(chunk, [QUEUE_FULL] * len(chunk.keys))
+            if (hang := self._breaker.hang()) is not None:  # since it was asked: all threads may be in the store
+                self._fail_waiting(hang, lambda chunk: chunk.batch is batch)
         return batch.future
 
     def _split(self, blobs: Sequence[Buffer]) -> list[tuple[int, int]]:
@@ -202,10 +205,7 @@ class StorageIO:
         while (chunk := self._queue.take()) is not None:
             reasons = self._act(chunk)
             self._queue.done(chunk)
-            try:
-                chunk.batch.finish(chunk, reasons)
-            except BaseException:
-                _log.exception("a callback on a storage future raised")
+            _end(chunk.batch.finish, chunk, reasons)
             del chunk  # keeps no buffer alive while it waits for work
 
     def _act(self, chunk: Chunk) -> list[Reason]:
@@ -216,10 +216,8 @@ class StorageIO:
         fault = None
         try:
             reasons = chunk.act(chunk.keys, chunk.blobs)
-            if len(reasons) != len(chunk.keys):
-                raise StorageError("the store did not answer for each page", got=f"{len(reasons)} answers")
         except BaseException as error:  # a thread that dies would hang every later batch
-            fault = _explain(error)
+            fault = reason_of(error)
             reasons = [fault] * len(chunk.keys)
             self._count(error_pages=len(chunk.keys))
         self._breaker.end(call, fault)
@@ -227,26 +225,29 @@ class StorageIO:
 
     def _watch(self) -> None:
         while (why := self._breaker.wait_for_hang()) is not None:
-            for chunk in self._queue.take_waiting():
-                self._fail(chunk, f"{FENCED}: {why}")
+            self._fail_waiting(f"{FENCED}: {why}", lambda _: True)
+
+    def _fail_waiting(self, reason: str, matches: Callable[[Chunk], bool]) -> None:
+        for chunk in self._queue.take_waiting(matches):
+            _end(self._fail, chunk, reason)
 
     def _fail(self, chunk: Chunk, reason: str) -> None:
         """End a chunk that does not run."""
-        self._count(fenced_pages=len(chunk.keys))
         if chunk.batch.start():
+            self._count(fenced_pages=len(chunk.keys))
             chunk.batch.finish(chunk, [reason] * len(chunk.keys))
         else:
             chunk.batch.cancel(chunk)
 
     def _persist(self, keys: Sequence[StorageKey], blobs: Sequence[Buffer]) -> list[Reason]:
         headers = [self._sealer.seal(key, blob) for key, blob in zip(keys, blobs, strict=True)]
-        kept = self._store.put(keys, headers, blobs)
+        kept = of_each(keys, self._store.put(keys, headers, blobs))
         num_bytes = sum(len(blob) for blob, ok in zip(blobs, kept, strict=True) if ok)
         self._count(persisted_pages=sum(kept), not_stored_pages=len(keys) - sum(kept), persisted_bytes=num_bytes)
         return [None if ok else NOT_STORED for ok in kept]
 
     def _prefetch(self, keys: Sequence[StorageKey], buffers: Sequence[Buffer]) -> list[Reason]:
-        headers = self._store.get(keys, buffers)
+        headers = of_each(keys, self._store.get(keys, buffers))
         reasons: list[Reason] = [MISSING] * len(keys)
         corrupt = []
         num_bytes = 0
@@ -269,7 +270,7 @@ class StorageIO:
         return reasons
 
     def _lookup(self, keys: Sequence[StorageKey], _: Sequence[Buffer]) -> list[Reason]:
-        held = self._store.exists(keys)
+        held = of_each(keys, self._store.exists(keys))
         self._count(found_pages=sum(held))
         return [None if ok else MISSING for ok in held]
 
@@ -285,6 +286,9 @@ class StorageIO:
         self._count(cancelled_pages=num_pages)
 
 
-def _explain(error: BaseException) -> str:
-    text = str(error)
-    return f"io error: {type(error).__name__}: {text}" if text else f"io error: {type(error).__name__}"
+def _end(end: Callable[[Chunk, Any], None], chunk: Chunk, how: Any) -> None:
+    """End a chunk. What a callback raises must neither end the thread nor keep other chunks from their end."""
+    try:
+        end(chunk, how)
+    except BaseException:
+        _log.exception("a callback on a storage future raised")

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+from kvhoist.errors import StorageError
+from kvhoist.messages import StorageKey
+
+_T = TypeVar("_T")
 
 MISSING = "missing"
 NOT_STORED = "dropped: the store has no room or could not write"
@@ -34,3 +41,19 @@ class PageOutcomes:
         """All reasons in one line, most frequent first (`"3 x missing; 1 x …"`), or None where every page is good."""
         counts = Counter(reason for reason in self.reasons if reason is not None)
         return "; ".join(f"{count} x {reason}" for reason, count in counts.most_common()) or None
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why the pages of a call failed that raised `error`. Never raises."""
+    try:
+        text = str(error)
+    except Exception:  # a stranger's class
+        text = ""
+    return f"io error: {type(error).__name__}: {text}" if text else f"io error: {type(error).__name__}"
+
+
+def of_each(keys: Sequence[StorageKey], answers: list[_T]) -> list[_T]:
+    """Return `answers`, a store's to `keys`. Raises StorageError where it did not answer for each."""
+    if len(answers) != len(keys):
+        raise StorageError("the store did not answer for each page", got=f"{len(answers)} answers to {len(keys)} keys")
+    return answers

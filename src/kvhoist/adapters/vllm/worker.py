@@ -14,7 +14,7 @@ from kvhoist.adapters.vllm.caches import RegisteredCaches
 from kvhoist.adapters.vllm.metadata import ConnectorMetadata, LoadOrder, WorkerMetadata
 from kvhoist.adapters.vllm.options import ConnectorOptions
 from kvhoist.adapters.vllm.ranks import Place
-from kvhoist.control.namespace import Namespace
+from kvhoist.control.namespace import Namespace, nearest_difference
 from kvhoist.errors import KvhoistError, TransferError
 from kvhoist.memory.arena import HostArena
 from kvhoist.memory.pinned import touch_threads
@@ -28,9 +28,6 @@ from kvhoist.storage.open import open_storage_io, open_store
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger("vllm.kvhoist")
-
-_SHOWN = 60
-"""Characters of a field's value in a message."""
 
 
 class WorkerSide:
@@ -245,28 +242,17 @@ class WorkerSide:
     def _tell_namespace(self, fields: Mapping[str, str]) -> None:
         assert self._io is not None
         assert self._store is not None
-        ours = Namespace.from_fields(fields)
         try:
             known = self._store.namespaces()
-            self._io.note_namespace(ours.digest, fields)
+            self._io.note_namespace(Namespace.from_fields(fields).digest, fields)
         except Exception:
             if self._closing:
                 return
             _log.warning("kvhoist: the store cannot say which namespaces it holds", exc_info=True)
             return
-        if known and ours.digest not in known and "reset" not in fields:
-            nearest = min(map(Namespace.from_fields, known.values()), key=lambda other: len(ours.differs_from(other)))
-            theirs = nearest.field_dict()
-            differing = (
-                f"{name} (there {_short(theirs, name)}, here {_short(fields, name)})"
-                for name in ours.differs_from(nearest)
-            )
+        differing = None if "reset" in fields else nearest_difference(fields, known.values())
+        if differing is not None:
             _log.warning(
                 "kvhoist: the store holds pages of other namespaces only: no hits from it; the nearest differs in %s",
-                ", ".join(differing),
+                differing,
             )
-
-
-def _short(fields: Mapping[str, str], name: str) -> str:
-    value = fields.get(name, "nothing")
-    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
