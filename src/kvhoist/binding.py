@@ -29,7 +29,7 @@ from kvhoist.mover import Mover
 from kvhoist.platform.base import Event
 from kvhoist.platform.open import open_platform
 from kvhoist.stats import CacheStats, CloseReport
-from kvhoist.storage.base import Store
+from kvhoist.storage.base import Store, register_memory, unregister_memory
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.open import close_store, open_storage_io, open_store
 from kvhoist.storage.outcomes import PageOutcomes
@@ -84,6 +84,9 @@ class Binding:
             self._owns_store = isinstance(store, str)
             if self.store is not None and self._owns_store:
                 undo.callback(self.store.close)
+            if self.store is not None:
+                register_memory(self.store, self.arena.buffer.data)
+                undo.callback(unregister_memory, self.store, self.arena.buffer.data)
             self.plane = ControlPlane(
                 group,
                 directory,
@@ -235,6 +238,11 @@ class Binding:
         if self.io is not None:
             left = max(1.0, started + timeout_s - time.monotonic())
             ended = self.io.close(drain=False, timeout_s=left) and ended
+        if self.store is not None and ended and not self.arena.closed:
+            try:
+                unregister_memory(self.store, self.arena.buffer.data)
+            except Exception:
+                self._store_failed("forget the host tier's memory")
         if self.store is not None and self._owns_store:
             close_store(self.store, lambda: self._store_failed("close"), wait=ended)
         with self.lock:

@@ -30,6 +30,12 @@ _MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
 
 
+def set_where_unset(variables: Mapping[str, str]) -> None:
+    """Set variables of this process that a native library reads and that its user left unset."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def user_path(text: str | Path) -> Path:
     """Return `text` as a path, a leading `~` or `~user` replaced. Raises ConfigError where there is no such home."""
     try:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvhoist.messages import WHOLE, PageKey, Shard, StorageKey
+from kvhoist import testing
 from kvhoist.storage import FileStore, Sealer, StorageIO, Store
 from kvhoist.storage.record import HEADER_BYTES
 
@@ -20,36 +18,8 @@ PITCH = 8192
 """The pitch of pages of 6000 bytes."""
 
 
-@dataclass
-class Pages:
-    """Page `i` has key `key(i)` and the bytes `blob(i)`, which depend on `i` alone."""
-
-    page_bytes: int = 6000
-    namespace: bytes = bytes(range(32))
-    group: int = 0
-    shard: Shard = WHOLE
-    sealer: Sealer = field(default_factory=Sealer)
-
-    def key(self, i: int) -> StorageKey:
-        return StorageKey(PageKey(self.namespace, self.group, hashlib.sha256(b"%d" % i).digest()), self.shard)
-
-    def keys(self, ids: Sequence[int]) -> list[StorageKey]:
-        return [self.key(i) for i in ids]
-
-    def blob(self, i: int) -> memoryview:
-        seed = hashlib.sha256(b"blob %d" % i).digest()
-        return memoryview((seed * (self.page_bytes // 32 + 1))[: self.page_bytes])
-
-    def put(self, store: Store, ids: Sequence[int]) -> list[bool]:
-        blobs = [self.blob(i) for i in ids]
-        headers = [self.sealer.seal(self.key(i), blob) for i, blob in zip(ids, blobs, strict=True)]
-        return store.put(self.keys(ids), headers, blobs)
-
-    def read(self, store: Store, ids: Sequence[int]) -> list[str]:
-        """Return per page "good", "missing", "WRONG" (passed the check with other bytes), or the check's reason."""
-        buffers = [memoryview(bytearray(self.page_bytes)) for _ in ids]
-        headers = store.get(self.keys(ids), buffers)
-        return [self._judge(i, header, buffer) for i, header, buffer in zip(ids, headers, buffers, strict=True)]
+class Pages(testing.Pages):
+    """Pages that are read as the data plane reads them, and whose damage is judged."""
 
     def fetch(self, store: Store, sealer: Sealer | None = None) -> tuple[list[str], list[memoryview]]:
         """Prefetch pages 0 to NUM - 1 as the data plane does; return each one's outcome and bytes."""
@@ -67,14 +37,6 @@ class Pages:
         assert all(self.put(store, range(NUM + 5)))
         assert self.read(store, range(NUM + 5)) == ["good"] * (NUM + 5)
         store.audit()
-
-    def _judge(self, i: int, header: bytes | None, buffer: memoryview) -> str:
-        if header is None:
-            return "missing"
-        reason = self.sealer.check(self.key(i), header, buffer)
-        if reason is not None:
-            return reason
-        return "good" if buffer == self.blob(i) else "WRONG"
 
 
 @pytest.fixture

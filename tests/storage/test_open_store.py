@@ -48,9 +48,9 @@ def test_a_store_is_returned_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("/path/to/folder", "valid choices: file:, memory:"),
-        ("s3:bucket", "valid choices: file:, memory:"),
-        ("", "valid choices: file:, memory:"),
+        ("/path/to/folder", "valid choices: file:, memory:, mooncake:"),
+        ("s3:bucket", "valid choices: file:, memory:, mooncake:"),
+        ("", "valid choices: file:, memory:, mooncake:"),
         ("file:", "needs a folder"),
         ("file:~nobody-here/x", "home of nobody known"),
         ("file://host/x", "names the host 'host'; expected file:/path/to/folder, file:///path"),

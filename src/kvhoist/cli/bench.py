@@ -60,6 +60,16 @@ def storage(
 
 
 @bench_app.command()
+def mooncake(smoke: SmokeOption = False, as_json: JsonOption = False) -> None:
+    """Put and get pages in a Mooncake Store on this machine's loopback, beside its own client's batch calls."""
+    from kvhoist.bench.mooncake import run
+
+    with _measuring("Mooncake (some minutes)", None, as_json):
+        result = run(smoke)
+    _show(result, as_json)
+
+
+@bench_app.command()
 def copy(
     device: DeviceOption = "cpu",
     also: Annotated[

@@ -4,6 +4,7 @@ from kvhoist.storage.base import Buffer, Store, StoreStats
 from kvhoist.storage.file import FileStore
 from kvhoist.storage.io import StorageIO, StorageIOStats
 from kvhoist.storage.memory import MemoryStore
+from kvhoist.storage.mooncake import MooncakeOptions, MooncakeStore
 from kvhoist.storage.open import open_store
 from kvhoist.storage.outcomes import PageOutcomes
 from kvhoist.storage.record import Sealer
@@ -12,6 +13,8 @@ __all__ = [
     "Buffer",
     "FileStore",
     "MemoryStore",
+    "MooncakeOptions",
+    "MooncakeStore",
     "PageOutcomes",
     "Sealer",
     "StorageIO",

@@ -36,6 +36,9 @@ class Store(Protocol):
     """Batched, blocking, thread-safe: called from the bounded I/O pool only, several calls at once.
 
     One page's fault is that page's `False` or `None`; an exception means that the whole call failed (StorageError).
+
+    A store that moves bytes without a copy may have two more methods, `register(memory)` and `unregister(memory)`, each
+    with a `Buffer`: pages will lie inside of that memory between the two calls (`register_memory`).
     """
 
     name: str
@@ -79,3 +82,18 @@ class Store(Protocol):
     def close(self) -> None:
         """Finish what was begun and release files. Idempotent; later calls raise ClosedError."""
         ...
+
+
+def register_memory(store: Store, memory: Buffer) -> None:
+    """Tell a store that can use it where pages will lie. Called by who owns both memory and store; undo it with
+    `unregister_memory` before the memory is freed. Raises what the store raises."""
+    register = getattr(store, "register", None)
+    if register is not None:
+        register(memory)
+
+
+def unregister_memory(store: Store, memory: Buffer) -> None:
+    """Undo `register_memory`. Fine for memory that is not registered, and for a closed store."""
+    unregister = getattr(store, "unregister", None)
+    if unregister is not None:
+        unregister(memory)

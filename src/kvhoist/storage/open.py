@@ -1,19 +1,25 @@
-"""Stores by name: `"file:/path?capacity=8GiB&fsync=data"`, `"memory:?capacity=1GiB"`."""
+"""Stores by name: `"file:/path?capacity=8GiB&fsync=data"`, `"memory:?capacity=1GiB"`, `"mooncake:host:50051"`, and
+those of installed packages (entry points of the group `kvhoist.stores`)."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from os import PathLike
 from pathlib import Path
 
-from kvhoist.errors import ConfigError
+from kvhoist.errors import ConfigError, KvhoistError, StorageError
 from kvhoist.settings import Settings, user_path
 from kvhoist.storage.base import Store
 from kvhoist.storage.file import FileStore
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.memory import MemoryStore
+from kvhoist.storage.mooncake import MooncakeOptions, MooncakeStore
 from kvhoist.storage.record import Sealer
+
+ENTRY_POINTS = "kvhoist.stores"
+"""The group of entry points: name = scheme, object = a function from the whole address to an open Store."""
 
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -24,7 +30,9 @@ def open_store(target: str | Store) -> Store:
     `file:PATH` takes the options `capacity` (such as `8GiB`; default: the least of 32 GiB and half of what the disk
     could give), `fsync` (`none` or `data`) and `read_only` (`true` or `false`). `memory:` takes `capacity` (default
     1 GiB). PATH is taken literally up to the first `?`, but for a leading `~`; where it has a `?` of its own, open a
-    FileStore. Raises ConfigError for an unknown scheme or option, and what FileStore raises.
+    FileStore. `mooncake:HOST:PORT` takes what `MooncakeOptions` lists. Other schemes are those of installed packages,
+    which get the whole address. Raises ConfigError for an unknown scheme or option, StorageError for a package whose
+    store cannot be loaded, and what opening the store raises.
     """
     if isinstance(target, PathLike | bytes):
         target = repr(target)  # which is no address either: the same error
@@ -33,12 +41,7 @@ def open_store(target: str | Store) -> Store:
     scheme, colon, rest = target.partition(":")
     opener = _OPENERS.get(scheme) if colon else None
     if opener is None:
-        raise ConfigError(
-            "an unknown kind of store",
-            got=repr(target),
-            choices=[f"{name}:" for name in _OPENERS],
-            remedy="Write file:/path/to/folder for a store on disk.",
-        )
+        return _open_installed(scheme if colon else "", target)
     place, _, query = rest.partition("?")
     return opener(place, _read_options(target, query))
 
@@ -89,7 +92,54 @@ def _open_memory(place: str, options: dict[str, str]) -> Store:
     return MemoryStore(options.get("capacity", "1GiB"))
 
 
-_OPENERS: Mapping[str, Callable[[str, dict[str, str]], Store]] = {"file": _open_file, "memory": _open_memory}
+def _open_mooncake(place: str, options: dict[str, str]) -> Store:
+    return MooncakeStore(MooncakeOptions.from_address(place, options))
+
+
+def _open_installed(scheme: str, target: str) -> Store:
+    """Open a store of an installed package; the first found counts where several have the same name."""
+    installed: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        installed.setdefault(point.name, point)
+    if scheme not in installed:
+        raise ConfigError(
+            "an unknown kind of store",
+            got=repr(target),
+            choices=[f"{name}:" for name in dict.fromkeys([*_OPENERS, *sorted(installed)])],
+            remedy="Write file:/path/to/folder for a store on disk.",
+        )
+    point = installed[scheme]
+    try:
+        store: Store = point.load()(target)
+    except KvhoistError:
+        raise
+    except Exception as error:  # whatever a stranger's package raises
+        raise StorageError(
+            f"the installed store {scheme!r} cannot be opened",
+            got=f"{type(error).__name__}: {error}, from {point.value}",
+            remedy=f"Mend or remove the package {_package_of(point)}, or name another store.",
+        ) from error
+    lacking = [name for name in _METHODS if not callable(getattr(store, name, None))]
+    if lacking:
+        raise StorageError(
+            f"the installed store {scheme!r} is none",
+            got=f"{type(store).__name__} without {', '.join(lacking)}, from {point.value}",
+            expected="what kvhoist.storage.Store lists",
+            remedy=f"Mend or remove the package {_package_of(point)}; kvhoist.testing.store_suite tests a store.",
+        )
+    return store
+
+
+def _package_of(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "that has it"
+
+
+_OPENERS: Mapping[str, Callable[[str, dict[str, str]], Store]] = {
+    "file": _open_file,
+    "memory": _open_memory,
+    "mooncake": _open_mooncake,
+}
+_METHODS = sorted(name for name, member in vars(Store).items() if callable(member) and not name.startswith("_"))
 
 
 def _read_options(target: str, query: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from kvhoist.messages import LEFT_OUT, Completion, Job, JobKind
 from kvhoist.mover import Mover
 from kvhoist.platform.base import Event, Stream
 from kvhoist.platform.open import open_platform
+from kvhoist.storage.base import register_memory
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.open import close_store, open_storage_io, open_store
 from kvhoist.transfer import Transfer
@@ -63,6 +64,7 @@ class WorkerSide:
             self._store = None if options.storage is None else open_store(options.storage)
             if self._store is not None:
                 undo.callback(self._store.close)
+                register_memory(self._store, self.arena.buffer.data)
             self._io = self._open_io()
             if self._io is not None:
                 undo.callback(self._io.close, drain=False)
