@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,15 +100,19 @@ def test_a_store_that_fails_costs_hits_and_nothing_else(
     with caplog.at_level(logging.WARNING, "kvhoist.adapters.sglang"):
         for _ in range(3):
             assert every_call(made, keys) == NOTHING
-    told = sorted(record.message.split()[2] for record in caplog.records)
+    ours = [record for record in caplog.records if record.name.startswith("kvhoist.adapters")]
+    told = sorted(record.message.split()[2] for record in ours)
     assert told in (
         ["backup", "lookup", "prefetch"],
         ["backup", "lookup"],
     )  # a get that answers nothing is plain misses
     assert made.counts()["prefetch_failed_pages"] == 18
     store.faults = {}
-    assert all(made.batch_set_v1(keys, slots([0, 1])))
-    assert made.batch_exists(keys) == 2
+    deadline = time.monotonic() + 20
+    while (
+        not all(made.batch_set_v1(keys, slots([0, 1]))) or made.batch_exists(keys) < 2
+    ):  # it is fenced off for a while
+        assert time.monotonic() < deadline
 
 
 def test_clear_that_fails_says_so_and_raises_nothing(store: BadStore, backend: Callable[..., Any]) -> None:
