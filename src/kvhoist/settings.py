@@ -4,7 +4,7 @@
 | --- | --- |
 | KVHOIST_DISABLE | `1` turns all of kvhoist off: engines compute as if it were not there |
 | KVHOIST_CACHE_DIR | folder for unpacked models, stores and compiled kernels; default `$XDG_CACHE_HOME/kvhoist` |
-| KVHOIST_PLATFORM | `cuda` or `rocm`: whose GPUs `cuda` devices are; default: what torch is for, or a loaded HIP runtime |
+| KVHOIST_PLATFORM | `cuda` or `rocm`: whose GPUs `cuda` means; default: torch's or a loaded HIP runtime's |
 | KVHOIST_LOG_LEVEL | DEBUG, INFO, WARNING (default), ERROR or CRITICAL |
 | KVHOIST_STORE_SECRET | secret that signs stored pages, as text; at least 16 bytes |
 | KVHOIST_STORE_SECRET_FILE | file with that secret (its bytes, less one line end); not beside the variable above |
