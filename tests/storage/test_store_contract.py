@@ -13,13 +13,13 @@ from kvhoist.errors import ClosedError
 from kvhoist.storage import FileStore, MemoryStore, Store
 
 
-@pytest.fixture(params=["memory", "file", "file, fsync=data"])
+@pytest.fixture(params=["memory", "file", "file, fsync=batch"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     made: Store
     if request.param == "memory":
         made = MemoryStore("8MiB")
     else:
-        fsync = "data" if "fsync" in request.param else "none"
+        fsync = "batch" if "fsync" in request.param else "never"
         made = FileStore(tmp_path / "store", capacity="8MiB", fsync=fsync, refresh_s=0.0)
     yield made
     made.close()

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvhoist.storage.file.direct import Direct
+from kvhoist.storage.file.duplicates import Found, without_duplicates
 from kvhoist.storage.file.folder import Folder
 from kvhoist.storage.file.index import Index, Place, Shelf
 from kvhoist.storage.file.scan import last_words, scan_slots, used_slots
@@ -37,6 +39,7 @@ class Neighbours:
     together). Where none took it within `orphan_grace_s`, it is adopted if there is room. It is deleted only where
     nobody wrote to it for a week or the disk is full: a process of small capacity must not end the cache of a larger
     one that is being restarted.
+    With `syncs` an adopted segment is made durable: its pages are confirmed without a write.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class Neighbours:
         lock: threading.Condition,
         grow_lock: threading.Lock,
         counts: Counter[str],
+        direct: Direct,
         *,
+        syncs: bool,
         read_only: bool,
         refresh_s: float,
         orphan_grace_s: float,
@@ -58,6 +63,8 @@ class Neighbours:
         self._lock = lock
         self._grow_lock = grow_lock
         self._counts = counts
+        self._direct = direct
+        self._syncs = syncs
         self._read_only = read_only
         self._refresh_s = refresh_s
         self._orphan_grace_s = orphan_grace_s
@@ -147,7 +154,7 @@ class Neighbours:
 
     def _open(self, path: Path) -> Segment | None:
         try:
-            return Segment.open(path, self._folder.store_id, writable=not self._read_only)
+            return Segment.open(path, self._folder.store_id, self._direct, writable=not self._read_only)
         except FileNotFoundError:
             return None
         except SegmentFault as fault:
@@ -171,8 +178,7 @@ class Neighbours:
 
     def _adopt(self, segments: list[Segment]) -> None:
         """Own claimed segments: index their pages in the order in which they were written, clear what is damaged."""
-        pages: list[tuple[int, bytes, Place]] = []
-        shelves = []
+        pages, shelves = list[Found](), []
         for segment in segments:
             try:
                 shelf, found = self._read_owned(segment)
@@ -184,20 +190,20 @@ class Neighbours:
                 continue
             shelves.append((max((when for when, _, _ in found), default=0), shelf))
             pages += [(when, identity, Place(shelf, slot)) for when, slot, identity in found]
-        pages.sort(key=lambda page: page[0])
+        pages, copies = without_duplicates(pages)
         with self._lock:
             for _, shelf in sorted(shelves, key=lambda pair: pair[0]):
                 self._index.owned_bytes -= shelf.segment.file_bytes
                 self._index.add_shelf(shelf)
             for _, identity, place in pages:
                 self._publish_first(identity, place)
+            for place in copies:
+                self._index.give_back(place, stale=True)
 
     def _publish_first(self, identity: bytes, place: Place) -> None:
         before = self._index.find(identity)
-        if before is not None and before.shelf.owned:
-            self._index.give_back(place, stale=True)
-        else:
-            self._index.publish(identity, place)
+        held = before is not None and before.shelf.owned
+        self._index.give_back(place, stale=True) if held else self._index.publish(identity, place)
 
     def _read_owned(self, segment: Segment) -> tuple[Shelf, list[tuple[int, int, bytes]]]:
         table = segment.read_table()
@@ -211,6 +217,8 @@ class Neighbours:
         try:
             segment.clear_headers(scan.damaged)
             segment.restore_length()
+            if self._syncs:
+                segment.sync()
         except OSError as error:
             _log.warning("cannot repair the segment %s: %s", segment.path, error)
             shelf.stale.update(scan.damaged)
@@ -260,7 +268,7 @@ class Neighbours:
         if now - shelf.orphan_since < self._orphan_grace_s:
             segment.unlock()
             return
-        mine = Segment.open(segment.path, self._folder.store_id, writable=True)
+        mine = Segment.open(segment.path, self._folder.store_id, self._direct, writable=True)
         segment.unlock()
         if self._claim(mine):
             self._forget(shelf)

@@ -19,12 +19,10 @@ import xxhash
 
 from kvhoist.errors import StorageError
 from kvhoist.storage.base import Buffer
+from kvhoist.storage.file.direct import ALIGNMENT, Direct
 from kvhoist.storage.file.vectored import read_all, write_all
 from kvhoist.storage.record import HEADER_BYTES
 from kvhoist.units import round_up
-
-ALIGNMENT = 4096
-"""Superblock, table and slots start at multiples of this: the unit of O_DIRECT."""
 
 SEGMENT_VERSION = 1
 SUFFIX = ".seg"
@@ -70,20 +68,26 @@ def slots_that_fit(num_bytes: int, pitch_bytes: int) -> int:
 class Segment:
     """An open segment file. Slot `i` has its header in the table and its blob at `i * pitch_bytes` behind the table.
 
+    Blobs are moved as `direct` says, all else through the page cache, in other blocks of the file: the two do not meet.
     Thread-safe as far as its callers do not write one slot at once. The file is closed by `close` alone.
     """
 
-    def __init__(self, path: Path, fd: int, pitch_bytes: int, num_slots: int) -> None:
+    def __init__(
+        self, path: Path, fd: int, pitch_bytes: int, num_slots: int, direct: Direct, *, writable: bool
+    ) -> None:
         self.path = path
         self.fd = fd
         self.pitch_bytes = pitch_bytes
         self.num_slots = num_slots
         self.file_bytes = file_bytes_of(pitch_bytes, num_slots)
         self._blobs_at = self.file_bytes - num_slots * pitch_bytes
+        self._direct = direct
+        self._direct_fd = direct.open(fd, writable=writable)
 
     @classmethod
-    def create(cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, *, durable: bool) -> Segment:
-        """Make, lock and preallocate a segment in `folder`; it appears under its name when whole.
+    def create(cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, direct: Direct) -> Segment:
+        """Make, lock and preallocate a segment in `folder`; it appears under its name when it is whole and durable, so
+        that a power cut never costs a segment.
 
         Raises OSError (ENOSPC for a full disk) and leaves nothing behind then.
         """
@@ -91,24 +95,24 @@ class Segment:
         path = folder / (segment_id.hex() + SUFFIX)
         unfinished = path.with_suffix(UNFINISHED_SUFFIX)
         fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o660)
+        segment = None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            segment = cls(path, fd, pitch_bytes, num_slots)
+            segment = cls(path, fd, pitch_bytes, num_slots, direct, writable=True)
             os.posix_fallocate(fd, 0, segment.file_bytes)
             write_all(fd, [memoryview(segment._superblock(segment_id, store_id))], 0)
-            if durable:
-                os.fsync(fd)
+            os.fsync(fd)
             os.rename(unfinished, path)
-            if durable:
-                sync_folder(folder)
+            sync_folder(folder)
         except BaseException:
-            os.close(fd)
+            os.close(fd) if segment is None else segment.close()
             unfinished.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise
         return segment
 
     @classmethod
-    def open(cls, path: Path, store_id: bytes, *, writable: bool) -> Segment:
+    def open(cls, path: Path, store_id: bytes, direct: Direct, *, writable: bool) -> Segment:
         """Open a segment of the store `store_id`. Raises SegmentFault where it is none, OSError where unreadable."""
         # Not blocking: what lies here under a segment's name may be a pipe.
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK)
@@ -117,7 +121,7 @@ class Segment:
         except BaseException:
             os.close(fd)
             raise
-        return cls(path, fd, pitch_bytes, num_slots)
+        return cls(path, fd, pitch_bytes, num_slots, direct, writable=writable)
 
     def try_lock(self) -> bool:
         """Become the owner, unless another open file is. The lock ends with the file, hence with the process."""
@@ -170,11 +174,15 @@ class Segment:
 
     def write_blobs(self, slot: int, blobs: Sequence[Buffer]) -> None:
         """Write the blobs of neighbouring slots in one go. Raises OSError."""
-        write_all(self.fd, self._spaced(blobs), self._blobs_at + slot * self.pitch_bytes)
+        offset = self._blobs_at + slot * self.pitch_bytes
+        if not self._direct.write(self._direct_fd, blobs, self.pitch_bytes, offset):
+            write_all(self.fd, self._spaced(blobs), offset)
 
     def read_blobs(self, slot: int, buffers: Sequence[Buffer]) -> bool:
         """Fill the buffers from neighbouring slots in one go; False where the file ends before. Raises OSError."""
-        return read_all(self.fd, self._spaced(buffers), self._blobs_at + slot * self.pitch_bytes)
+        offset = self._blobs_at + slot * self.pitch_bytes
+        done = self._direct.read(self._direct_fd, buffers, self.pitch_bytes, offset)
+        return done or read_all(self.fd, self._spaced(buffers), offset)
 
     def bump_generation(self) -> None:
         """Tell readers in other processes that headers changed. Raises OSError."""
@@ -185,10 +193,13 @@ class Segment:
         return int.from_bytes(os.pread(self.fd, 8, _GENERATION_AT), "little")
 
     def sync(self) -> None:
+        """Make all that was written durable. Raises OSError."""
         os.fdatasync(self.fd)
 
     def close(self) -> None:
         os.close(self.fd)
+        if self._direct_fd is not None:
+            os.close(self._direct_fd)
 
     def _spaced(self, blobs: Sequence[Buffer]) -> list[Buffer]:
         """Put what is between the end of each blob and the next slot between the blobs."""
