@@ -1,7 +1,7 @@
 """What a disk may hold after a power cut: a record of what a store does to its files, and images made from it.
 
-The model: a write reaches the disk in sectors, any of them, in any order, unless a sync of its file came after it; names in
-a folder reach it in their order, some of them, unless a sync of the folder came after them.
+The model: a write reaches the disk in sectors, any of them, in any order, unless a sync of its file came after; names
+in a folder reach it in their order, some of them, unless a sync of the folder came after them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 @dataclass(frozen=True)
 class Op:
-    """`kind`: create, allocate, write, sync, rename, unlink, sync_folder, or mark (what the test knows at that point)."""
+    """`kind`: create, allocate, write, sync, rename, unlink, sync_folder, or mark (what the test knows there)."""
 
     kind: str
     file: int = -1

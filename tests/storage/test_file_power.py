@@ -150,7 +150,7 @@ def damage(files: dict[str, bytearray], rng: random.Random) -> str:
         return "cut"
     content = files[rng.choice(names)]
     place, (at, length) = rng.choice(list(damage_places(content).items()))
-    pitch, num_slots, blobs_at = (int.from_bytes(content[i : i + 8], "little") for i in (48, 56, 72))
+    pitch, num_slots = (int.from_bytes(content[i : i + 8], "little") for i in (48, 56))
     if place.startswith("header "):
         at += rng.randrange(num_slots) * HEADER_BYTES
     elif place.startswith(("blob ", "slot ")):
@@ -179,7 +179,7 @@ def make_image(work: Work, files: dict[str, bytearray], folder: Path) -> None:
 
 def read_image(work: Work, folder: Path, sealer: Sealer | None = None) -> tuple[set[Name], set[Name]]:
     """Open what a power cut left; return the pages that come back good, and those that come back wrong."""
-    good, wrong = set(), set()
+    good, wrong = set[Name](), set[Name]()
     with FileStore(folder, capacity="8MiB") as store:
         for kind, pages in enumerate(work.kinds):
             io = StorageIO(store, sealer or pages.sealer, num_threads=1)

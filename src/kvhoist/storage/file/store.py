@@ -60,7 +60,7 @@ class FileStore:
         wanted = None if capacity is None else parse_bytes(capacity, name="capacity")
         if read_only:
             Folder.check(Path(folder))
-        reach = Direct(Path(folder), direct, format_file=FORMAT_FILE)
+        self._reach = Direct(Path(folder), direct, format_file=FORMAT_FILE)
         self._folder = Folder.open(Path(folder), read_only=read_only)
         try:
             capacity_bytes = default_capacity_bytes(self._folder.path) if wanted is None else wanted
@@ -72,7 +72,7 @@ class FileStore:
         self._index = Index(capacity_bytes, segment_bytes_for(capacity_bytes))
         grow_lock = threading.Lock()
         self._syncer = Syncer(interval_s, self._lock, self._counts)
-        self._writer = Writer(self._folder, self._index, self._lock, grow_lock, self._counts, reach, self._syncer)
+        self._writer = Writer(self._folder, self._index, self._lock, grow_lock, self._counts, self._reach, self._syncer)
         self._reader = Reader(self._index, self._lock, self._counts)
         self._neighbours = Neighbours(
             self._folder,
@@ -80,7 +80,7 @@ class FileStore:
             self._lock,
             grow_lock,
             self._counts,
-            reach,
+            self._reach,
             syncs=interval_s is not None,
             read_only=read_only,
             refresh_s=refresh_s,
@@ -101,6 +101,11 @@ class FileStore:
     @property
     def folder(self) -> Path:
         return self._folder.path
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether pages go past the page cache, as far as is known."""
+        return self._reach.active
 
     @property
     def read_only(self) -> bool:
