@@ -45,7 +45,7 @@ class CacheConfig:
     device_owned: bool = True
     lookup_timeout_s: float = 1.0
     acquire_timeout_s: float = 30.0
-    io_threads: int = 4
+    io_threads: int = 8
     max_queued_pages: int | None = None
     history_pages: int = 65536
     io_backend: str = "auto"

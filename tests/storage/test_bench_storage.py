@@ -46,7 +46,7 @@ def test_the_benchmark_compares_to_the_better_fio(tmp_path: Path, monkeypatch: p
     result, size = run(tmp_path / "disk")
     assert result["fio"] == "fio-3.0"
     for direction in ("write", "read"):
-        assert set(size[direction]["gib_per_s"]) == {"fio 4", "fio 64", "store", "pool"}
+        assert set(size[direction]["gib_per_s"]) == {"fio 8", "fio 64", "store", "pool"}
         pool = size[direction]["gib_per_s"]["pool"] * (1 << 30) / (64 << 16)
         assert size[direction]["ratio"]["pool"] == pytest.approx(pool, rel=0.01)
 

@@ -126,11 +126,13 @@ def test_neighbours_go_in_one_call_and_no_aligned_page_is_copied(
     store = stores.open(direct="on")
     calls = Calls(monkeypatch)
     assert all(big.put(store, range(20)))
-    assert [address_of(buffer) for buffer in calls.direct[0]] == [address_of(big.blob(i)) for i in range(20)]
+    blobs, headers, generation = calls.direct
+    assert [address_of(buffer) for buffer in blobs] == [address_of(big.blob(i)) for i in range(20)]
     targets = [aligned(PAGE_BYTES) for _ in range(20)]
     assert None not in store.get(big.keys(range(20)), targets)
-    assert [address_of(buffer) for buffer in calls.direct[1]] == [address_of(target) for target in targets]
-    assert len(calls.direct) == 2
+    assert [address_of(buffer) for buffer in calls.direct[3]] == [address_of(target) for target in targets]
+    assert [list(map(len, call)) for call in (headers, generation)] == [[2 * ALIGNMENT], [ALIGNMENT]]
+    assert len(calls.direct) == 4, "the owner need not read its headers"
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT])

@@ -29,12 +29,13 @@ from kvhoist.bench.facts import facts
 from kvhoist.messages import WHOLE, PageKey, StorageKey
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.file import FileStore
+from kvhoist.storage.file.capacity import DEFAULT_CAPACITY_BYTES
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.record import Sealer
 
 BATCH_PAGES = 64
 TARGET_RATIO = 0.85
-FIO_DEPTHS = (4, BATCH_PAGES)
+FIO_DEPTHS = (8, BATCH_PAGES)
 """As many blocks in flight as the I/O pool has threads, and as a batch has pages: the better one is what counts."""
 TARGET_REINDEX_S = 2.0
 REINDEX_PAGES = 100_000
@@ -157,7 +158,7 @@ def _store(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_ba
     keys = [_keys(number, len(blobs)) for number in range(num_batches)]
     sealer = Sealer()
     headers = [[sealer.seal(key, blob) for key, blob in zip(row, blobs, strict=True)] for row in keys]
-    store = FileStore(folder, capacity=_capacity(batch, num_batches))
+    store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES)
     begin = time.perf_counter()
     for row, sealed in zip(keys, headers, strict=True):
         _demand(all(store.put(row, sealed, blobs)))
@@ -176,7 +177,7 @@ def _store(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_ba
 def _pool(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int) -> tuple[float, float]:
     blobs = _pages_of(batch, page_bytes)
     keys = [_keys(number, len(blobs)) for number in range(num_batches)]
-    store = FileStore(folder, capacity=_capacity(batch, num_batches))
+    store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES)
     io = StorageIO(store, Sealer())
     buffers = [_pages_of(target, page_bytes) for target in targets]
     begin = time.perf_counter()
@@ -242,10 +243,6 @@ def _keys(number: int, count: int) -> list[StorageKey]:
         StorageKey(PageKey(_NAMESPACE, 0, number.to_bytes(16, "little") + i.to_bytes(16, "little")), WHOLE)
         for i in range(count)
     ]
-
-
-def _capacity(batch: Any, num_batches: int) -> int:
-    return int(2 * num_batches * batch.nbytes + (64 << 20))
 
 
 def _sync(folder: Path) -> None:

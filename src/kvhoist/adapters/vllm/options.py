@@ -70,7 +70,7 @@ class ConnectorOptions:
     tenant: str = ""
     lookup_timeout_s: float = 1.0
     prefetch_timeout_s: float = 30.0
-    io_threads: int = 4
+    io_threads: int = 8
     max_queued_pages: int | None = None
     history_pages: int = 65536
     io_backend: str = "auto"

@@ -121,20 +121,22 @@ class Neighbours:
 
     def _give_up_unlinked(self) -> None:
         """Give up owned segments that somebody deleted: what lies in them ends with this process."""
-        with self._grow_lock:
-            with self._lock:
-                gone = [shelf for shelf in self._index.owned_shelves() if shelf.segment.is_unlinked()]
-                gone = [shelf for shelf in gone if not shelf.num_writing]
-                for shelf in gone:
-                    self._index.drop_shelf(shelf)
+        with self._grow_lock, self._lock:
+            gone = [shelf for shelf in self._index.owned_shelves() if shelf.segment.is_unlinked()]
+            gone = [shelf for shelf in gone if not shelf.num_writing]
             for shelf in gone:
-                shelf.close_if_unused(self._lock)
-        if gone:
-            _log.warning("%d segments of this process were deleted from %s", len(gone), self._folder.path)
+                self._index.drop_shelf(shelf)
+        for shelf in gone:
+            shelf.close_if_unused(self._lock)
+            _log.warning("the segment %s of this process was deleted", shelf.segment.path)
 
     def _note_fault(self, path: Path, error: OSError | SegmentFault) -> None:
         self.faults[path.name] = (error.strerror if isinstance(error, OSError) else None) or str(error)
         _log.warning("left the segment %s alone: %s", path, self.faults[path.name])
+
+    def _count_quarantined(self, count: int) -> None:
+        with self._lock:
+            self._counts["quarantined"] += count
 
     def _paths(self, suffix: str) -> list[Path]:
         if self._read_only and not self._folder.segments.exists():
@@ -158,8 +160,7 @@ class Neighbours:
         except FileNotFoundError:
             return None
         except SegmentFault as fault:
-            with self._lock:
-                self._counts["quarantined"] += 1
+            self._count_quarantined(1)
             if fault.damaged and not self._read_only and _delete_orphan(path):
                 _log.warning("deleted the segment %s: %s", path, fault)
                 return None
@@ -178,7 +179,7 @@ class Neighbours:
 
     def _adopt(self, segments: list[Segment]) -> None:
         """Own claimed segments: index their pages in the order in which they were written, clear what is damaged."""
-        pages, shelves = list[Found](), []
+        pages, shelves = list[Found](), list[tuple[int, Shelf]]()
         for segment in segments:
             try:
                 shelf, found = self._read_owned(segment)
@@ -207,13 +208,13 @@ class Neighbours:
 
     def _read_owned(self, segment: Segment) -> tuple[Shelf, list[tuple[int, int, bytes]]]:
         table = segment.read_table()
+        segment.keep_table(table)
         used = used_slots(table)
         scan = scan_slots(table, used, pitch_bytes=segment.pitch_bytes, slots_in_file=segment.slots_in_file())
         shelf = Shelf.of(segment, owned=True)
         shelf.free = list(set(range(segment.num_slots)).difference(used) | set(scan.damaged))
         heapq.heapify(shelf.free)
-        with self._lock:
-            self._counts["quarantined"] += len(scan.damaged)
+        self._count_quarantined(len(scan.damaged))
         try:
             segment.clear_headers(scan.damaged)
             segment.restore_length()
@@ -240,8 +241,7 @@ class Neighbours:
         segment = shelf.segment
         generation = segment.generation()
         table = segment.read_table()
-        checks = last_words(table)
-        changed: list[int] = np.flatnonzero(checks != shelf.checks).tolist()
+        changed: list[int] = np.flatnonzero((checks := last_words(table)) != shelf.checks).tolist()
         scan = scan_slots(table, changed, pitch_bytes=segment.pitch_bytes, slots_in_file=segment.slots_in_file())
         with self._lock:
             self._counts["quarantined"] += sum(bool(checks[slot]) for slot in scan.damaged)
@@ -263,9 +263,9 @@ class Neighbours:
         if not segment.try_lock():
             shelf.orphan_since = None
             return
-        now = self._clock()
-        shelf.orphan_since = now if shelf.orphan_since is None else shelf.orphan_since
-        if now - shelf.orphan_since < self._orphan_grace_s:
+        if shelf.orphan_since is None:
+            shelf.orphan_since = self._clock()
+        if self._clock() - shelf.orphan_since < self._orphan_grace_s:
             segment.unlock()
             return
         mine = Segment.open(segment.path, self._folder.store_id, self._direct, writable=True)

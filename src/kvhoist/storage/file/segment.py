@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -68,7 +70,8 @@ def slots_that_fit(num_bytes: int, pitch_bytes: int) -> int:
 class Segment:
     """An open segment file. Slot `i` has its header in the table and its blob at `i * pitch_bytes` behind the table.
 
-    Blobs are moved as `direct` says, all else through the page cache, in other blocks of the file: the two do not meet.
+    The owner keeps the table in memory and writes it, as blobs, in the way that `direct` says: a write through the page
+    cache waits for all direct writes of the file and holds up the next ones. The rest goes through the page cache.
     Thread-safe as far as its callers do not write one slot at once. The file is closed by `close` alone.
     """
 
@@ -83,6 +86,8 @@ class Segment:
         self._blobs_at = self.file_bytes - num_slots * pitch_bytes
         self._direct = direct
         self._direct_fd = direct.open(fd, writable=writable)
+        self._table_lock = threading.Lock()
+        self._own: memoryview | None = None
 
     @classmethod
     def create(cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, direct: Direct) -> Segment:
@@ -101,6 +106,7 @@ class Segment:
             segment = cls(path, fd, pitch_bytes, num_slots, direct, writable=True)
             os.posix_fallocate(fd, 0, segment.file_bytes)
             write_all(fd, [memoryview(segment._superblock(segment_id, store_id))], 0)
+            segment.keep_table(b"")
             os.fsync(fd)
             os.rename(unfinished, path)
             sync_folder(folder)
@@ -158,14 +164,24 @@ class Segment:
         read_all(self.fd, [memoryview(table)], _TABLE_AT)
         return bytes(table)
 
+    def keep_table(self, table: bytes) -> None:
+        """Keep the headers that the owner read, or none yet, in memory from now on."""
+        own = memoryview(mmap.mmap(-1, self._blobs_at - _GENERATION_AT))
+        own[_TABLE_AT - _GENERATION_AT :][: len(table)] = table
+        self._own = own
+
     def read_headers(self, slot: int, count: int) -> list[bytes]:
-        """Return the headers of `count` slots from `slot` on. Raises OSError."""
-        table = os.pread(self.fd, count * HEADER_BYTES, _TABLE_AT + slot * HEADER_BYTES)
+        """Return the headers of `count` slots from `slot` on: the owner's as they were written. Raises OSError."""
+        at = _TABLE_AT + slot * HEADER_BYTES
+        if self._own is None:
+            table = os.pread(self.fd, count * HEADER_BYTES, at)
+        else:
+            table = bytes(self._own[at - _GENERATION_AT :][: count * HEADER_BYTES])
         return [table[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(count)]
 
     def write_headers(self, slot: int, headers: Sequence[bytes]) -> None:
-        """Write the headers of neighbouring slots. Raises OSError."""
-        write_all(self.fd, [memoryview(b"".join(headers))], _TABLE_AT + slot * HEADER_BYTES)
+        """Write the headers of neighbouring slots; the owner's part. Raises OSError."""
+        self._write_own(b"".join(headers), _TABLE_AT + slot * HEADER_BYTES)
 
     def clear_headers(self, slots: Sequence[int]) -> None:
         """Write zeros over the headers of `slots`, ascending. Raises OSError."""
@@ -185,8 +201,8 @@ class Segment:
         return done or read_all(self.fd, self._spaced(buffers), offset)
 
     def bump_generation(self) -> None:
-        """Tell readers in other processes that headers changed. Raises OSError."""
-        os.pwrite(self.fd, time.monotonic_ns().to_bytes(8, "little"), _GENERATION_AT)
+        """Tell readers in other processes that headers changed; the owner's part. Raises OSError."""
+        self._write_own(time.monotonic_ns().to_bytes(8, "little"), _GENERATION_AT)
 
     def generation(self) -> int:
         """Return what changes with every `bump_generation`. Raises OSError."""
@@ -200,6 +216,18 @@ class Segment:
         os.close(self.fd)
         if self._direct_fd is not None:
             os.close(self._direct_fd)
+
+    def _write_own(self, data: bytes, offset: int) -> None:
+        """Write into the generation or the table: whole blocks, hence one thread at a time, or through the page cache
+        what has changed."""
+        assert self._own is not None, "only the owner writes"
+        begin, end = offset - _GENERATION_AT, offset - _GENERATION_AT + len(data)
+        with self._table_lock:
+            self._own[begin:end] = data
+            first = begin - begin % ALIGNMENT
+            blocks = self._own[first : round_up(end, ALIGNMENT)]
+            if not self._direct.write(self._direct_fd, [blocks], len(blocks), _GENERATION_AT + first):
+                write_all(self.fd, [self._own[begin:end]], offset)
 
     def _spaced(self, blobs: Sequence[Buffer]) -> list[Buffer]:
         """Put what is between the end of each blob and the next slot between the blobs."""
