@@ -51,7 +51,7 @@ class CacheConfig:
     prefetch_policy: str = "timeout"
     prefetch_timeout_s: float = 30.0
     prefetch_timeout_per_page_s: float = 0.0
-    io_threads: int = 4
+    io_threads: int = 8
     max_queued_pages: int | None = None
     history_pages: int = 65536
     io_backend: str = "auto"

@@ -51,7 +51,7 @@ class Zygote:
     def __init__(self) -> None:
         self._process = subprocess.Popen([sys.executable, "-c", ZYGOTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def start(self, folder: Path, *, capacity: str, first: int, batch: int, fsync: str = "none") -> int:
+    def start(self, folder: Path, *, capacity: str, first: int, batch: int, fsync: str = "never") -> int:
         """Start a writer of pages `first`, `first + 1`, … and return its process id."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{folder} {capacity} {fsync} {first} {batch}\n".encode())
@@ -120,7 +120,7 @@ def test_killed_at_100_random_moments_no_confirmed_page_is_lost(stores: Any, pag
     assert set(pages.read(stores.open(capacity="256MiB"), sorted(confirmed))) == {"good"}
 
 
-@pytest.mark.parametrize(("fsync", "longest_s"), [("none", 0.02), ("data", 0.2)])
+@pytest.mark.parametrize(("fsync", "longest_s"), [("never", 0.02), ("batch", 0.2)])
 def test_killed_at_50_random_moments_while_evicting_every_page_served_is_right(
     stores: Any, pages: Any, zygote: Zygote, fsync: str, longest_s: float
 ) -> None:

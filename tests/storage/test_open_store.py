@@ -9,7 +9,7 @@ from kvhoist.storage import FileStore, MemoryStore, open_store
 
 
 def test_a_file_store_by_name(tmp_path: Path) -> None:
-    store = open_store(f"file:{tmp_path}/a?capacity=8MiB&fsync=data&read_only=false")
+    store = open_store(f"file:{tmp_path}/a?capacity=8MiB&fsync=batch&read_only=false")
     assert store.name == "file"
     assert store.stats().capacity_bytes == 8 << 20
     store.close()
@@ -55,15 +55,15 @@ def test_a_store_is_returned_as_it_is() -> None:
         ("file:~nobody-here/x", "home of nobody known"),
         ("file://host/x", "names the host 'host'; expected file:/path/to/folder, file:///path"),
         ("file:/x?capacity=" + "9" * 400, "capacity is not a usable number of bytes"),
-        ("file:/x?colour=red", "got colour; valid choices: capacity, fsync, read_only"),
+        ("file:/x?colour=red", "got colour; valid choices: capacity, fsync, direct, read_only"),
         ("file:/x?capacity", "name=value"),
-        ("file:/x?fsync=data&fsync=none", "each name once"),
-        ("file:/x?fsync=sometimes", "valid choices: none, data"),
+        ("file:/x?fsync=batch&fsync=never", "each name once"),
+        ("file:/x?fsync=sometimes", "valid choices: never, batch, interval:SECONDS"),
         ("file:/x?read_only=perhaps", "valid choices: 1, true, yes"),
         ("file:/x?capacity=-3", "capacity is not a usable number of bytes"),
         ("file:/x?capacity=999999999999GiB", "capacity is not a usable number of bytes"),
         ("memory:x", "has no path"),
-        ("memory:?fsync=data", "got fsync; valid choices: capacity"),
+        ("memory:?fsync=batch", "got fsync; valid choices: capacity"),
     ],
 )
 def test_what_cannot_be_opened_says_why_and_what_could(target: str, message: str) -> None:

@@ -21,14 +21,14 @@ class TestMemoryStore(StoreSuite):
 
 
 class TestFileStore(StoreSuite):
-    fsync = "none"
+    fsync = "never"
 
     def open(self, place: Path) -> Store:
         return FileStore(place / "store", capacity="16MiB", fsync=self.fsync, refresh_s=0.0)
 
 
 class TestDurableFileStore(TestFileStore):
-    fsync = "data"
+    fsync = "batch"
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ class StorageIO:
         store: Store,
         sealer: Sealer,
         *,
-        num_threads: int = 4,
+        num_threads: int = 8,
         max_queued_pages: int = 4096,
         chunk_bytes: int | str = "32MiB",
         hang_s: float = HANG_S,

@@ -1,4 +1,4 @@
-"""Stores by name: `"file:/path?capacity=8GiB&fsync=data"`, `"memory:?capacity=1GiB"`, `"mooncake:host:50051"`, and
+"""Stores by name: `"file:/path?capacity=8GiB&fsync=batch"`, `"memory:?capacity=1GiB"`, `"mooncake:host:50051"`, and
 those of installed packages (entry points of the group `kvhoist.stores`)."""
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def open_store(target: str | Store) -> Store:
     """Open the store that `target` names; a store is returned as it is.
 
     `file:PATH` takes the options `capacity` (such as `8GiB`; default: the least of 32 GiB and half of what the disk
-    could give), `fsync` (`none` or `data`) and `read_only` (`true` or `false`). `memory:` takes `capacity` (default
+    could give), `fsync` (`never`, `batch` or `interval:SECONDS`), `direct` (`auto`, `on` or `off`: O_DIRECT) and
+    `read_only` (`true` or `false`). `memory:` takes `capacity` (default
     1 GiB). PATH is taken literally up to the first `?`, but for a leading `~`; where it has a `?` of its own, open a
     FileStore. `mooncake:HOST:PORT` takes what `MooncakeOptions` lists. Other schemes are those of installed packages,
     which get the whole address. Raises ConfigError for an unknown scheme or option, StorageError for a package whose
@@ -63,11 +64,12 @@ def open_storage_io(
 
 
 def _open_file(place: str, options: dict[str, str]) -> Store:
-    _check_options("file", options, ("capacity", "fsync", "read_only"))
+    _check_options("file", options, ("capacity", "fsync", "direct", "read_only"))
     return FileStore(
         folder_of(place),
         capacity=options.get("capacity"),
-        fsync=options.get("fsync", "none"),
+        fsync=options.get("fsync", "never"),
+        direct=options.get("direct", "auto"),
         read_only=_flag("read_only", options.get("read_only", "false")),
     )
 

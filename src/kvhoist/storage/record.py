@@ -111,6 +111,11 @@ def blob_bytes_of(header: bytes) -> int:
     return int.from_bytes(header[16:24], "little")
 
 
+def is_blob_of(header: bytes, blob: Buffer) -> bool:
+    """Tell whether a sound header's checksum is that of `blob`. Proves no signature: that is `Sealer.check`."""
+    return len(blob) == blob_bytes_of(header) and xxhash.xxh3_128_digest(blob) == header[152:168]
+
+
 def written_at_of(header: bytes) -> int:
     """Return when the record of a sound header was written, in milliseconds since 1970."""
     return int.from_bytes(header[24:32], "little")

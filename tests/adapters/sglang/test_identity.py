@@ -280,5 +280,5 @@ def test_a_path_is_a_file_store_and_sglangs_own_settings_are_left_alone() -> Non
         return StorageOptions.parse({**OPTIONS, "prefetch_threshold": 64, "allocator": "shm", **options})
 
     assert parse(storage="/var/kv", capacity="1GiB").address == "file:/var/kv?capacity=1GiB"
-    assert parse(storage="file:/var/kv?fsync=data", capacity=4096).address == "file:/var/kv?fsync=data&capacity=4096"
+    assert parse(storage="file:/var/kv?fsync=batch", capacity=4096).address == "file:/var/kv?fsync=batch&capacity=4096"
     assert parse(storage="memory:").address == "memory:"

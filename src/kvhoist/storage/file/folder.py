@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -45,7 +46,7 @@ class Folder:
             path = path.absolute()
             _check_place(path, read_only=read_only)
             if not read_only:
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _make_durably(path)
                 _publish_format_file(path)
             folder = cls(path, _read_format_file(path / FORMAT_FILE))
             if not read_only:
@@ -64,7 +65,7 @@ class Folder:
     def note_namespace(self, digest: bytes, fields: Mapping[str, str]) -> None:
         """Keep the fields in `namespaces/<digest>.json`, whole or not at all. Raises StoreUnavailableError."""
         target = self._namespaces / f"{digest.hex()}.json"
-        if target.exists():
+        if _read_note(target) is not None:
             return
         try:
             _write_whole(target, {"digest": digest.hex(), "fields": dict(fields)})
@@ -83,6 +84,7 @@ class Folder:
     def _make_subfolders(self) -> None:
         for folder in (self.segments, self._namespaces):
             folder.mkdir(exist_ok=True)
+        sync_folder(self.path)
         probe = self.segments / f"{_UNFINISHED}{secrets.token_hex(8)}"
         fd = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         try:  # a file system that is mounted read-only, or has no locks, shows only when tried
@@ -111,6 +113,24 @@ def _check_place(path: Path, *, read_only: bool) -> None:
         )
 
 
+def _make_durably(path: Path) -> None:
+    """Make the folder and those above it that are missing, and let their names survive a power cut where their own
+    folder can be read."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in missing:
+        with contextlib.suppress(OSError):
+            sync_folder(folder.parent)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """Write a file whose name, once it is its own, is never that of bytes which were lost with the machine."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _publish_format_file(path: Path) -> None:
     target = path / FORMAT_FILE
     if target.exists():
@@ -118,16 +138,12 @@ def _publish_format_file(path: Path) -> None:
     unfinished = path / f"{_UNFINISHED}{secrets.token_hex(8)}"
     content = {"format": _FORMAT_NAME, "version": FORMAT_VERSION, "store_id": secrets.token_hex(16)}
     try:
-        with unfinished.open("w") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # a name whose bytes were lost with the machine would make the store unreadable
+        _write_durably(unfinished, json.dumps(content, indent=1) + "\n")
         os.link(unfinished, target)  # unlike a rename, never replaces what another process just made
     except FileExistsError:
         pass
     finally:
         unfinished.unlink(missing_ok=True)
-    sync_folder(path)
 
 
 def _read_format_file(path: Path) -> bytes:
@@ -181,7 +197,7 @@ def _read_json(path: Path) -> Any:
 def _write_whole(target: Path, content: object) -> None:
     unfinished = target.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
     try:
-        unfinished.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+        _write_durably(unfinished, json.dumps(content, indent=1, sort_keys=True) + "\n")
         os.rename(unfinished, target)
     except BaseException:
         unfinished.unlink(missing_ok=True)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvhoist.storage.file.direct import Direct
+from kvhoist.storage.file.duplicates import Found, without_duplicates
 from kvhoist.storage.file.folder import Folder
 from kvhoist.storage.file.index import Index, Place, Shelf
 from kvhoist.storage.file.scan import last_words, scan_slots, used_slots
@@ -37,6 +39,7 @@ class Neighbours:
     together). Where none took it within `orphan_grace_s`, it is adopted if there is room. It is deleted only where
     nobody wrote to it for a week or the disk is full: a process of small capacity must not end the cache of a larger
     one that is being restarted.
+    With `syncs` an adopted segment is made durable: its pages are confirmed without a write.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class Neighbours:
         lock: threading.Condition,
         grow_lock: threading.Lock,
         counts: Counter[str],
+        direct: Direct,
         *,
+        syncs: bool,
         read_only: bool,
         refresh_s: float,
         orphan_grace_s: float,
@@ -58,6 +63,8 @@ class Neighbours:
         self._lock = lock
         self._grow_lock = grow_lock
         self._counts = counts
+        self._direct = direct
+        self._syncs = syncs
         self._read_only = read_only
         self._refresh_s = refresh_s
         self._orphan_grace_s = orphan_grace_s
@@ -114,20 +121,22 @@ class Neighbours:
 
     def _give_up_unlinked(self) -> None:
         """Give up owned segments that somebody deleted: what lies in them ends with this process."""
-        with self._grow_lock:
-            with self._lock:
-                gone = [shelf for shelf in self._index.owned_shelves() if shelf.segment.is_unlinked()]
-                gone = [shelf for shelf in gone if not shelf.num_writing]
-                for shelf in gone:
-                    self._index.drop_shelf(shelf)
+        with self._grow_lock, self._lock:
+            gone = [shelf for shelf in self._index.owned_shelves() if shelf.segment.is_unlinked()]
+            gone = [shelf for shelf in gone if not shelf.num_writing]
             for shelf in gone:
-                shelf.close_if_unused(self._lock)
-        if gone:
-            _log.warning("%d segments of this process were deleted from %s", len(gone), self._folder.path)
+                self._index.drop_shelf(shelf)
+        for shelf in gone:
+            shelf.close_if_unused(self._lock)
+            _log.warning("the segment %s of this process was deleted", shelf.segment.path)
 
     def _note_fault(self, path: Path, error: OSError | SegmentFault) -> None:
         self.faults[path.name] = (error.strerror if isinstance(error, OSError) else None) or str(error)
         _log.warning("left the segment %s alone: %s", path, self.faults[path.name])
+
+    def _count_quarantined(self, count: int) -> None:
+        with self._lock:
+            self._counts["quarantined"] += count
 
     def _paths(self, suffix: str) -> list[Path]:
         if self._read_only and not self._folder.segments.exists():
@@ -147,12 +156,11 @@ class Neighbours:
 
     def _open(self, path: Path) -> Segment | None:
         try:
-            return Segment.open(path, self._folder.store_id, writable=not self._read_only)
+            return Segment.open(path, self._folder.store_id, self._direct, writable=not self._read_only)
         except FileNotFoundError:
             return None
         except SegmentFault as fault:
-            with self._lock:
-                self._counts["quarantined"] += 1
+            self._count_quarantined(1)
             if fault.damaged and not self._read_only and _delete_orphan(path):
                 _log.warning("deleted the segment %s: %s", path, fault)
                 return None
@@ -171,8 +179,7 @@ class Neighbours:
 
     def _adopt(self, segments: list[Segment]) -> None:
         """Own claimed segments: index their pages in the order in which they were written, clear what is damaged."""
-        pages: list[tuple[int, bytes, Place]] = []
-        shelves = []
+        pages, shelves = list[Found](), list[tuple[int, Shelf]]()
         for segment in segments:
             try:
                 shelf, found = self._read_owned(segment)
@@ -184,33 +191,35 @@ class Neighbours:
                 continue
             shelves.append((max((when for when, _, _ in found), default=0), shelf))
             pages += [(when, identity, Place(shelf, slot)) for when, slot, identity in found]
-        pages.sort(key=lambda page: page[0])
+        pages, copies = without_duplicates(pages)
         with self._lock:
             for _, shelf in sorted(shelves, key=lambda pair: pair[0]):
                 self._index.owned_bytes -= shelf.segment.file_bytes
                 self._index.add_shelf(shelf)
             for _, identity, place in pages:
                 self._publish_first(identity, place)
+            for place in copies:
+                self._index.give_back(place, stale=True)
 
     def _publish_first(self, identity: bytes, place: Place) -> None:
         before = self._index.find(identity)
-        if before is not None and before.shelf.owned:
-            self._index.give_back(place, stale=True)
-        else:
-            self._index.publish(identity, place)
+        held = before is not None and before.shelf.owned
+        self._index.give_back(place, stale=True) if held else self._index.publish(identity, place)
 
     def _read_owned(self, segment: Segment) -> tuple[Shelf, list[tuple[int, int, bytes]]]:
         table = segment.read_table()
+        segment.keep_table(table)
         used = used_slots(table)
         scan = scan_slots(table, used, pitch_bytes=segment.pitch_bytes, slots_in_file=segment.slots_in_file())
         shelf = Shelf.of(segment, owned=True)
         shelf.free = list(set(range(segment.num_slots)).difference(used) | set(scan.damaged))
         heapq.heapify(shelf.free)
-        with self._lock:
-            self._counts["quarantined"] += len(scan.damaged)
+        self._count_quarantined(len(scan.damaged))
         try:
             segment.clear_headers(scan.damaged)
             segment.restore_length()
+            if self._syncs:
+                segment.sync()
         except OSError as error:
             _log.warning("cannot repair the segment %s: %s", segment.path, error)
             shelf.stale.update(scan.damaged)
@@ -232,8 +241,7 @@ class Neighbours:
         segment = shelf.segment
         generation = segment.generation()
         table = segment.read_table()
-        checks = last_words(table)
-        changed: list[int] = np.flatnonzero(checks != shelf.checks).tolist()
+        changed: list[int] = np.flatnonzero((checks := last_words(table)) != shelf.checks).tolist()
         scan = scan_slots(table, changed, pitch_bytes=segment.pitch_bytes, slots_in_file=segment.slots_in_file())
         with self._lock:
             self._counts["quarantined"] += sum(bool(checks[slot]) for slot in scan.damaged)
@@ -255,12 +263,12 @@ class Neighbours:
         if not segment.try_lock():
             shelf.orphan_since = None
             return
-        now = self._clock()
-        shelf.orphan_since = now if shelf.orphan_since is None else shelf.orphan_since
-        if now - shelf.orphan_since < self._orphan_grace_s:
+        if shelf.orphan_since is None:
+            shelf.orphan_since = self._clock()
+        if self._clock() - shelf.orphan_since < self._orphan_grace_s:
             segment.unlock()
             return
-        mine = Segment.open(segment.path, self._folder.store_id, writable=True)
+        mine = Segment.open(segment.path, self._folder.store_id, self._direct, writable=True)
         segment.unlock()
         if self._claim(mine):
             self._forget(shelf)

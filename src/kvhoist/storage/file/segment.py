@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,12 +21,10 @@ import xxhash
 
 from kvhoist.errors import StorageError
 from kvhoist.storage.base import Buffer
+from kvhoist.storage.file.direct import ALIGNMENT, Direct
 from kvhoist.storage.file.vectored import read_all, write_all
 from kvhoist.storage.record import HEADER_BYTES
 from kvhoist.units import round_up
-
-ALIGNMENT = 4096
-"""Superblock, table and slots start at multiples of this: the unit of O_DIRECT."""
 
 SEGMENT_VERSION = 1
 SUFFIX = ".seg"
@@ -70,20 +70,29 @@ def slots_that_fit(num_bytes: int, pitch_bytes: int) -> int:
 class Segment:
     """An open segment file. Slot `i` has its header in the table and its blob at `i * pitch_bytes` behind the table.
 
+    The owner keeps the table in memory and writes it, as blobs, in the way that `direct` says: a write through the page
+    cache waits for all direct writes of the file and holds up the next ones. The rest goes through the page cache.
     Thread-safe as far as its callers do not write one slot at once. The file is closed by `close` alone.
     """
 
-    def __init__(self, path: Path, fd: int, pitch_bytes: int, num_slots: int) -> None:
+    def __init__(
+        self, path: Path, fd: int, pitch_bytes: int, num_slots: int, direct: Direct, *, writable: bool
+    ) -> None:
         self.path = path
         self.fd = fd
         self.pitch_bytes = pitch_bytes
         self.num_slots = num_slots
         self.file_bytes = file_bytes_of(pitch_bytes, num_slots)
         self._blobs_at = self.file_bytes - num_slots * pitch_bytes
+        self._direct = direct
+        self._direct_fd = direct.open(fd, writable=writable)
+        self._table_lock = threading.Lock()
+        self._own: memoryview | None = None
 
     @classmethod
-    def create(cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, *, durable: bool) -> Segment:
-        """Make, lock and preallocate a segment in `folder`; it appears under its name when whole.
+    def create(cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, direct: Direct) -> Segment:
+        """Make, lock and preallocate a segment in `folder`; it appears under its name when it is whole and durable, so
+        that a power cut never costs a segment.
 
         Raises OSError (ENOSPC for a full disk) and leaves nothing behind then.
         """
@@ -91,24 +100,25 @@ class Segment:
         path = folder / (segment_id.hex() + SUFFIX)
         unfinished = path.with_suffix(UNFINISHED_SUFFIX)
         fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o660)
+        segment = None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            segment = cls(path, fd, pitch_bytes, num_slots)
+            segment = cls(path, fd, pitch_bytes, num_slots, direct, writable=True)
             os.posix_fallocate(fd, 0, segment.file_bytes)
             write_all(fd, [memoryview(segment._superblock(segment_id, store_id))], 0)
-            if durable:
-                os.fsync(fd)
+            segment.keep_table(b"")
+            os.fsync(fd)
             os.rename(unfinished, path)
-            if durable:
-                sync_folder(folder)
+            sync_folder(folder)
         except BaseException:
-            os.close(fd)
+            os.close(fd) if segment is None else segment.close()
             unfinished.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise
         return segment
 
     @classmethod
-    def open(cls, path: Path, store_id: bytes, *, writable: bool) -> Segment:
+    def open(cls, path: Path, store_id: bytes, direct: Direct, *, writable: bool) -> Segment:
         """Open a segment of the store `store_id`. Raises SegmentFault where it is none, OSError where unreadable."""
         # Not blocking: what lies here under a segment's name may be a pipe.
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK)
@@ -117,7 +127,7 @@ class Segment:
         except BaseException:
             os.close(fd)
             raise
-        return cls(path, fd, pitch_bytes, num_slots)
+        return cls(path, fd, pitch_bytes, num_slots, direct, writable=writable)
 
     def try_lock(self) -> bool:
         """Become the owner, unless another open file is. The lock ends with the file, hence with the process."""
@@ -154,14 +164,24 @@ class Segment:
         read_all(self.fd, [memoryview(table)], _TABLE_AT)
         return bytes(table)
 
+    def keep_table(self, table: bytes) -> None:
+        """Keep the headers that the owner read, or none yet, in memory from now on."""
+        own = memoryview(mmap.mmap(-1, self._blobs_at - _GENERATION_AT))
+        own[_TABLE_AT - _GENERATION_AT :][: len(table)] = table
+        self._own = own
+
     def read_headers(self, slot: int, count: int) -> list[bytes]:
-        """Return the headers of `count` slots from `slot` on. Raises OSError."""
-        table = os.pread(self.fd, count * HEADER_BYTES, _TABLE_AT + slot * HEADER_BYTES)
+        """Return the headers of `count` slots from `slot` on: the owner's as they were written. Raises OSError."""
+        at = _TABLE_AT + slot * HEADER_BYTES
+        if self._own is None:
+            table = os.pread(self.fd, count * HEADER_BYTES, at)
+        else:
+            table = bytes(self._own[at - _GENERATION_AT :][: count * HEADER_BYTES])
         return [table[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(count)]
 
     def write_headers(self, slot: int, headers: Sequence[bytes]) -> None:
-        """Write the headers of neighbouring slots. Raises OSError."""
-        write_all(self.fd, [memoryview(b"".join(headers))], _TABLE_AT + slot * HEADER_BYTES)
+        """Write the headers of neighbouring slots; the owner's part. Raises OSError."""
+        self._write_own(b"".join(headers), _TABLE_AT + slot * HEADER_BYTES)
 
     def clear_headers(self, slots: Sequence[int]) -> None:
         """Write zeros over the headers of `slots`, ascending. Raises OSError."""
@@ -170,25 +190,44 @@ class Segment:
 
     def write_blobs(self, slot: int, blobs: Sequence[Buffer]) -> None:
         """Write the blobs of neighbouring slots in one go. Raises OSError."""
-        write_all(self.fd, self._spaced(blobs), self._blobs_at + slot * self.pitch_bytes)
+        offset = self._blobs_at + slot * self.pitch_bytes
+        if not self._direct.write(self._direct_fd, blobs, self.pitch_bytes, offset):
+            write_all(self.fd, self._spaced(blobs), offset)
 
     def read_blobs(self, slot: int, buffers: Sequence[Buffer]) -> bool:
         """Fill the buffers from neighbouring slots in one go; False where the file ends before. Raises OSError."""
-        return read_all(self.fd, self._spaced(buffers), self._blobs_at + slot * self.pitch_bytes)
+        offset = self._blobs_at + slot * self.pitch_bytes
+        done = self._direct.read(self._direct_fd, buffers, self.pitch_bytes, offset)
+        return done or read_all(self.fd, self._spaced(buffers), offset)
 
     def bump_generation(self) -> None:
-        """Tell readers in other processes that headers changed. Raises OSError."""
-        os.pwrite(self.fd, time.monotonic_ns().to_bytes(8, "little"), _GENERATION_AT)
+        """Tell readers in other processes that headers changed; the owner's part. Raises OSError."""
+        self._write_own(time.monotonic_ns().to_bytes(8, "little"), _GENERATION_AT)
 
     def generation(self) -> int:
         """Return what changes with every `bump_generation`. Raises OSError."""
         return int.from_bytes(os.pread(self.fd, 8, _GENERATION_AT), "little")
 
     def sync(self) -> None:
+        """Make all that was written durable. Raises OSError."""
         os.fdatasync(self.fd)
 
     def close(self) -> None:
         os.close(self.fd)
+        if self._direct_fd is not None:
+            os.close(self._direct_fd)
+
+    def _write_own(self, data: bytes, offset: int) -> None:
+        """Write into the generation or the table: whole blocks, hence one thread at a time, or through the page cache
+        what has changed."""
+        assert self._own is not None, "only the owner writes"
+        begin, end = offset - _GENERATION_AT, offset - _GENERATION_AT + len(data)
+        with self._table_lock:
+            self._own[begin:end] = data
+            first = begin - begin % ALIGNMENT
+            blocks = self._own[first : round_up(end, ALIGNMENT)]
+            if not self._direct.write(self._direct_fd, [blocks], len(blocks), _GENERATION_AT + first):
+                write_all(self.fd, [self._own[begin:end]], offset)
 
     def _spaced(self, blobs: Sequence[Buffer]) -> list[Buffer]:
         """Put what is between the end of each blob and the next slot between the blobs."""

@@ -12,15 +12,16 @@ from kvhoist.errors import ClosedError, ConfigError, StoreUnavailableError
 from kvhoist.messages import StorageKey
 from kvhoist.storage.base import Buffer, StoreStats
 from kvhoist.storage.file.capacity import default_capacity_bytes, segment_bytes_for
-from kvhoist.storage.file.folder import Folder
+from kvhoist.storage.file.direct import Direct
+from kvhoist.storage.file.folder import FORMAT_FILE, Folder
 from kvhoist.storage.file.index import Index, Place
 from kvhoist.storage.file.neighbours import Neighbours
 from kvhoist.storage.file.reader import Reader
+from kvhoist.storage.file.sync import Syncer, interval_of
 from kvhoist.storage.file.writer import Page, Writer
 from kvhoist.storage.record import HEADER_BYTES, IDENTITY, identity_of, key_of
 from kvhoist.units import parse_bytes
 
-FSYNC_POLICIES = ("none", "data")
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -28,14 +29,17 @@ class FileStore:
     """A Store in the folder `folder`, which several processes may share.
 
     `capacity` bounds the segment files that this process owns (default: see `default_capacity_bytes`); when it is
-    reached, the least recently used pages of this process's own segments go. `fsync="none"`: a page once confirmed
-    survives the death of the process, not that of the machine; `"data"`: both, at the price of two fdatasync a batch
-    and segment. Either way a page that is damaged shows in its check and is a miss. `read_only` writes nothing, not
+    reached, the least recently used pages of this process's own segments go. A page once confirmed survives the death
+    of the process. With `fsync="batch"` it survives a power cut too, at the price of an fdatasync a batch and segment;
+    with `"interval:SECONDS"` after so long and the fdatasync; with `"never"` when the kernel gets to it. Whatever does
+    not is a miss, never wrong bytes. `direct`: `on` refuses a file system without O_DIRECT, `auto` does without it, as
+    `off` does everywhere: pages go through the page cache then. `read_only` writes nothing, not
     even locks: puts and removals raise StoreUnavailableError, `note_namespace` does nothing. When a key is not found,
     other processes' segments are looked at, at most every `refresh_s`. `orphan_grace_s`: see Neighbours.
 
     Raises ConfigError for options that cannot work and, before anything is changed, StorageError for a path that is a
-    file or another's folder, StoreFormatError for another version, StoreUnavailableError for a folder without access.
+    file or another's folder, StoreFormatError for another version, StoreUnavailableError for a folder without access,
+    or without O_DIRECT for `direct="on"`.
     Not to be used across a fork.
     """
 
@@ -46,14 +50,17 @@ class FileStore:
         folder: str | os.PathLike[str],
         *,
         capacity: int | str | None = None,
-        fsync: str = "none",
+        fsync: str = "never",
+        direct: str = "auto",
         read_only: bool = False,
         refresh_s: float = 0.05,
         orphan_grace_s: float = 600.0,
     ) -> None:
-        if fsync not in FSYNC_POLICIES:
-            raise ConfigError("an unknown fsync policy", got=repr(fsync), choices=FSYNC_POLICIES)
+        interval_s = interval_of(fsync)
         wanted = None if capacity is None else parse_bytes(capacity, name="capacity")
+        if read_only:
+            Folder.check(Path(folder))
+        self._reach = Direct(Path(folder), direct, format_file=FORMAT_FILE)
         self._folder = Folder.open(Path(folder), read_only=read_only)
         try:
             capacity_bytes = default_capacity_bytes(self._folder.path) if wanted is None else wanted
@@ -64,7 +71,8 @@ class FileStore:
         self._lock = threading.Condition()
         self._index = Index(capacity_bytes, segment_bytes_for(capacity_bytes))
         grow_lock = threading.Lock()
-        self._writer = Writer(self._folder, self._index, self._lock, grow_lock, self._counts, durable=fsync == "data")
+        self._syncer = Syncer(interval_s, self._lock, self._counts)
+        self._writer = Writer(self._folder, self._index, self._lock, grow_lock, self._counts, self._reach, self._syncer)
         self._reader = Reader(self._index, self._lock, self._counts)
         self._neighbours = Neighbours(
             self._folder,
@@ -72,6 +80,8 @@ class FileStore:
             self._lock,
             grow_lock,
             self._counts,
+            self._reach,
+            syncs=interval_s is not None,
             read_only=read_only,
             refresh_s=refresh_s,
             orphan_grace_s=orphan_grace_s,
@@ -93,6 +103,11 @@ class FileStore:
         return self._folder.path
 
     @property
+    def is_direct(self) -> bool:
+        """Whether pages go past the page cache, as far as is known."""
+        return self._reach.active
+
+    @property
     def read_only(self) -> bool:
         return self._read_only
 
@@ -103,21 +118,7 @@ class FileStore:
             Page(i, _checked_identity(key, header), header, blob)
             for i, (key, header, blob) in enumerate(zip(keys, headers, blobs, strict=True))
         ]
-        held: set[int] = set()
-        writing, waiting = [], []
-        with self._lock:
-            for page in pages:
-                place = self._index.find(page.identity)
-                if place is not None:
-                    self._index.touch(page.identity, place)
-                    held.add(page.number)
-                elif page.identity in self._index.pending:
-                    waiting.append(page)
-                else:
-                    self._index.pending.add(page.identity)
-                    writing.append(page)
-        held |= self._writer.write(writing)
-        held |= self._await_others(waiting)
+        held = self._writer.put(pages)
         return [page.number in held for page in pages]
 
     def get(self, keys: Sequence[StorageKey], blobs: Sequence[Buffer]) -> list[bytes | None]:
@@ -222,6 +223,8 @@ class FileStore:
         with self._lock:
             self._closed = True
             self._lock.wait_for(lambda: not self._index.pending, timeout=_CLOSE_TIMEOUT_S)
+        self._syncer.flush()
+        with self._lock:
             shelves = [*self._index.owned_shelves(), *self._index.foreign_shelves.values()]
             for shelf in shelves:
                 shelf.gone = True
@@ -236,12 +239,6 @@ class FileStore:
         if not all_known:
             self._neighbours.refresh()
         return identities
-
-    def _await_others(self, pages: Sequence[Page]) -> set[int]:
-        """Wait until other threads have settled pages that they were writing already; return the numbers now held."""
-        with self._lock:
-            self._lock.wait_for(lambda: not any(page.identity in self._index.pending for page in pages))
-            return {page.number for page in pages if self._index.find(page.identity) is not None}
 
     def _clear(self, identities: Sequence[bytes]) -> int:
         """Take owned pages out of the index, clear their headers on disk, then free their slots."""

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvhoist.storage.base import Buffer
+from kvhoist.storage.file.direct import Direct
 from kvhoist.storage.file.folder import Folder
 from kvhoist.storage.file.index import Index, Place, Shelf
 from kvhoist.storage.file.segment import Segment, is_no_space, pitch_of, runs_of, slots_that_fit
+from kvhoist.storage.file.sync import Syncer
 
 _FULL_DISK_PAUSE_S = 5.0
 _MAX_RUN_PAGES = 512  # a blob and its padding each, within the 1024 buffers of one pwritev
@@ -44,19 +46,41 @@ class Writer:
         lock: threading.Condition,
         grow_lock: threading.Lock,
         counts: Counter[str],
-        *,
-        durable: bool,
+        direct: Direct,
+        syncer: Syncer,
     ) -> None:
         self._folder = folder
         self._index = index
         self._lock = lock
         self._counts = counts
-        self._durable = durable
+        self._direct = direct
+        self._syncer = syncer
         self._grow_lock = grow_lock
         self._full_until = 0.0
 
-    def write(self, pages: Sequence[Page]) -> set[int]:
-        """Write pages whose identities the caller put into `index.pending`; return the numbers of those now held."""
+    def put(self, pages: Sequence[Page]) -> set[int]:
+        """Write the pages that are not held, nor on their way by another thread; return the numbers of those held when
+        all are settled."""
+        held: set[int] = set()
+        writing, waiting = [], []
+        with self._lock:
+            for page in pages:
+                place = self._index.find(page.identity)
+                if place is not None:
+                    self._index.touch(page.identity, place)
+                    held.add(page.number)
+                elif page.identity in self._index.pending:
+                    waiting.append(page)
+                else:
+                    self._index.pending.add(page.identity)
+                    writing.append(page)
+        held |= self._write(writing)
+        with self._lock:
+            self._lock.wait_for(lambda: not any(page.identity in self._index.pending for page in waiting))
+            return held | {page.number for page in waiting if self._index.find(page.identity) is not None}
+
+    def _write(self, pages: Sequence[Page]) -> set[int]:
+        """Write pages whose identities stand in `index.pending`; return the numbers of those now held."""
         held: set[int] = set()
         try:
             for pitch_bytes in sorted({pitch_of(len(page.blob)) for page in pages}):
@@ -94,6 +118,7 @@ class Writer:
         good: set[int] = set()
         try:
             good = self._store(shelf, pages)
+            self._tell_others(shelf)
         finally:
             with self._lock:
                 shelf.num_writing -= len(pages)
@@ -119,16 +144,20 @@ class Writer:
         def write_headers(slots: Sequence[int]) -> None:
             segment.write_headers(slots[0], [pages[slot][1].header for slot in slots])
 
+        good = self._each_run(self._each_run(sorted(pages), write_blobs), write_headers)
         try:
-            good = self._each_run(sorted(pages), write_blobs)
-            self._sync(segment)
-            good = self._each_run(good, write_headers)
-            self._sync(segment)
-            segment.bump_generation()
+            if good:
+                self._syncer.wrote(shelf)
         except OSError as error:
-            self._note_failure(error, len(pages))
+            self._note_failure(error, len(good))
             return set()
         return set(good)
+
+    def _tell_others(self, shelf: Shelf) -> None:
+        try:
+            shelf.segment.bump_generation()
+        except OSError as error:  # the pages are there; other processes see them with the next change
+            _log.warning("other processes cannot see new pages of %s yet: %s", shelf.segment.path, error)
 
     def _each_run(self, slots: Sequence[int], act: Callable[[Sequence[int]], None]) -> list[int]:
         """Run `act` on each run of neighbouring slots, slot by slot where that fails; return the good slots."""
@@ -180,7 +209,7 @@ class Writer:
         while num_slots:
             try:
                 segment = Segment.create(
-                    self._folder.segments, self._folder.store_id, pitch_bytes, num_slots, durable=self._durable
+                    self._folder.segments, self._folder.store_id, pitch_bytes, num_slots, self._direct
                 )
             except OSError as error:
                 num_slots = num_slots // 4 if is_no_space(error) else 0
@@ -206,10 +235,6 @@ class Writer:
         except OSError as error:
             _log.warning("cannot delete the segment %s: %s", shelf.segment.path, error)
         shelf.close_if_unused(self._lock)
-
-    def _sync(self, segment: Segment) -> None:
-        if self._durable:
-            segment.sync()
 
     def _note_failure(self, error: OSError, num_pages: int) -> None:
         with self._lock:
