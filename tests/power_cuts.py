@@ -45,7 +45,7 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         real = {
             name: getattr(os, name)
-            for name in ("open", "pwritev", "pwrite", "posix_fallocate", "fsync", "fdatasync", "rename", "unlink")
+            for name in ("open", "pwritev", "posix_fallocate", "fsync", "fdatasync", "rename", "unlink")
         }
 
         def opened(path: Any, flags: int, *args: Any, **options: Any) -> int:
@@ -59,11 +59,6 @@ class Recorder:
         def pwritev(fd: int, buffers: Any, offset: int) -> int:
             done: int = real["pwritev"](fd, buffers, offset)
             self._wrote(fd, b"".join(map(bytes, buffers))[:done], offset)
-            return done
-
-        def pwrite(fd: int, data: bytes, offset: int) -> int:
-            done: int = real["pwrite"](fd, data, offset)
-            self._wrote(fd, bytes(data[:done]), offset)
             return done
 
         def allocated(fd: int, offset: int, length: int) -> None:
@@ -87,7 +82,7 @@ class Recorder:
             if self._is_segment(path):
                 self.ops.append(Op("unlink", name=Path(path).name))
 
-        fakes = {"open": opened, "pwritev": pwritev, "pwrite": pwrite, "posix_fallocate": allocated}
+        fakes = {"open": opened, "pwritev": pwritev, "posix_fallocate": allocated}
         fakes |= {"rename": renamed, "unlink": unlinked}
         fakes |= {name: lambda fd, name=name: synced(name, fd) for name in ("fsync", "fdatasync")}
         with patch.multiple(os, **fakes):

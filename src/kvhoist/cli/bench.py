@@ -49,7 +49,7 @@ def storage(
     smoke: SmokeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write and read pages in a FileStore, beside plain sequential I/O on the same disk."""
+    """Write and read pages in a FileStore, beside fio on the same disk (apt-get install fio)."""
     from kvhoist.bench.storage import run
 
     if folder is not None and not folder.is_dir():
