@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhoist.errors import ConfigError, StoreUnavailableError
-from kvhoist.storage.file.direct import ALIGNMENT, Direct, address_of, plan_calls
+from kvhoist.storage.base import address_of
+from kvhoist.storage.file.direct import ALIGNMENT, Direct, plan_calls
 from kvhoist.storage.file.vectored import MAX_BUFFERS
 
 BOUNCE_BYTES = 1 << 20

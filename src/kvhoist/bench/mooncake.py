@@ -28,11 +28,10 @@ import numpy as np
 from kvhoist.bench.facts import facts
 from kvhoist.errors import MissingDependencyError, StoreUnavailableError
 from kvhoist.messages import WHOLE, PageKey, StorageKey
-from kvhoist.storage.base import Buffer
+from kvhoist.storage.base import Buffer, address_of
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.mooncake import MooncakeOptions, MooncakeStore
 from kvhoist.storage.mooncake.client import Client, open_client, release
-from kvhoist.storage.mooncake.memory import address_of
 from kvhoist.storage.record import Sealer
 
 BATCH_PAGES = 64

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from kvhoist.messages import StorageKey
 
 Buffer = memoryview
@@ -82,6 +84,12 @@ class Store(Protocol):
     def close(self) -> None:
         """Finish what was begun and release files. Idempotent; later calls raise ClosedError."""
         ...
+
+
+def address_of(buffer: Buffer) -> int:
+    """Return where a buffer of one byte at least lies. It may be read-only."""
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def register_memory(store: Store, memory: Buffer) -> None:

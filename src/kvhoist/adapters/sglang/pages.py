@@ -53,6 +53,12 @@ class HostPages:
         self.page_bytes = sum(self.record_bytes)
         self.pages_a_round = 1 << 30 if self.in_place else max(1, _ROUND_BYTES // self.page_bytes)
 
+    def memory(self) -> list[Buffer]:
+        """Return the memory in which pages are read and written in place, as far as the pool tells."""
+        held = getattr(self.pool, "kv_buffer", None) if self.in_place else None
+        tensors = held if isinstance(held, list | tuple) else [held]
+        return [bytes_of(one) for one in tensors if isinstance(one, torch.Tensor) and one.is_contiguous()]
+
     def slots_of(self, host_indices: Any, num_pages: int) -> torch.Tensor:
         """Return the indices as they are used here. Raises ConfigError where they are not `page_slots` a page."""
         if host_indices is None or host_indices.numel() != num_pages * self.page_slots:

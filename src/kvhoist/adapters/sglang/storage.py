@@ -18,6 +18,7 @@ from kvhoist.adapters.sglang.traffic import Traffic
 from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.settings import Settings
 from kvhoist.storage import Buffer, PageOutcomes, Sealer, StorageIO, open_store
+from kvhoist.storage.base import register_memory
 
 _KV = "kv"
 _WAITING_PAGES = 1 << 20
@@ -141,6 +142,8 @@ class KvhoistStorage(HiCacheStorage):
         if self._facts is None:
             self._facts = read_engine(self._config.model_name, self._options)
         names = PoolNames(self._facts, pages, self._config, self._options)
+        for memory in pages.memory():
+            register_memory(self._io.store, memory)  # which `close` takes back
         self._pools[name] = _Pool(pages, names)
         # Not waited for: a store that hangs must not keep the engine from starting.
         threading.Thread(

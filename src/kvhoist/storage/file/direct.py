@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from kvhoist.errors import ConfigError, StoreUnavailableError
-from kvhoist.storage.base import Buffer
+from kvhoist.storage.base import Buffer, address_of
 from kvhoist.storage.file.vectored import MAX_BUFFERS, move
 from kvhoist.units import round_up
 
@@ -163,12 +161,6 @@ def _cut(blobs: Sequence[Buffer], pitch_bytes: int, bounce_bytes: int) -> Iterat
             yield at, blob[:aligned], True
         for begin in range(aligned, len(blob), bounce_bytes):
             yield at + begin, blob[begin : begin + bounce_bytes], False
-
-
-def address_of(buffer: Buffer) -> int:
-    """Return where a buffer of one byte at least begins."""
-    address: int = np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
-    return address
 
 
 def _buffer_of(piece: Piece, bounce: Buffer) -> Buffer:

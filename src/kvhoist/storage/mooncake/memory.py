@@ -8,16 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from kvhoist.errors import StorageError
-from kvhoist.storage.base import Buffer
-
-
-def address_of(buffer: Buffer) -> int:
-    """Return where a non-empty buffer lies. It may be read-only."""
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address
+from kvhoist.storage.base import Buffer, address_of
 
 
 class Regions:

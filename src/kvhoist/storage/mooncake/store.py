@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from kvhoist.errors import ClosedError
 from kvhoist.messages import StorageKey
-from kvhoist.storage.base import Buffer, StoreStats
+from kvhoist.storage.base import Buffer, StoreStats, address_of
 from kvhoist.storage.mooncake import notes
 from kvhoist.storage.mooncake.client import BAD_LENGTH, NO_ROOM, NOT_FOUND, NOT_READY, OK, open_client, release
-from kvhoist.storage.mooncake.memory import address_of
 from kvhoist.storage.mooncake.options import MooncakeOptions
 from kvhoist.storage.record import HEADER_BYTES, identity_of
 
