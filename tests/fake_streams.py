@@ -132,6 +132,9 @@ class FakePlatform:
         self.owned.append(region)
         return region
 
+    def allocate_host(self, num_bytes: int) -> None:
+        return
+
     def allocation_of(self, address: int) -> int:
         return next(region.address for region in self.owned if region.address <= address < region.end)
 
