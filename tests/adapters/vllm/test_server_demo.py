@@ -49,9 +49,10 @@ def test_evicted_prefixes_come_from_the_host_and_after_a_restart_from_disk_and_a
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminated"])
 def test_a_demo_that_is_interrupted_leaves_no_process_and_no_store(model: Path, tmp_path: Path, number: int) -> None:
     environment = {**os.environ, "KVHOIST_CACHE_DIR": str(tmp_path)}
-    command = [Path(sys.executable).with_name("kvhoist"), "demo-vllm", "--model", model]
-    # As in a terminal: a shell's background job ignores Ctrl-C, and its children inherit that.
-    demo = subprocess.Popen(command, env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    # As in a terminal: a shell's background job ignores Ctrl-C, and its children inherit that. By `env`, not in a fork
+    # of this process, whose other threads hold locks.
+    command = ["env", "--default-signal=INT", Path(sys.executable).with_name("kvhoist"), "demo-vllm", "--model", model]
+    demo = subprocess.Popen(command, env=environment)
     root = psutil.Process(demo.pid)
     wait_until(lambda: len(root.children(recursive=True)) >= 2, "both servers are started")
     processes = root.children(recursive=True)
