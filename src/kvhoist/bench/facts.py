@@ -17,6 +17,7 @@ import numpy as np
 from kvhoist.platform.base import CPU, Device
 from kvhoist.platform.gpu import GpuPlatform
 from kvhoist.platform.open import open_platform
+from kvhoist.system_files import text_of
 
 _FOLDERS = re.compile(r"(?<![\w.])(?:~[\w-]*)?/+(?:[^\s/]+/+)*(?=[^\s/])")
 """The folders of an absolute path, inside of an argument: `--plot=/tmp/a.png`, `file:/data/kv`."""
@@ -49,7 +50,8 @@ def machine() -> dict[str, Any]:
 
 def cpu_model() -> str:
     """Return the processor's name; its architecture where the kernel tells no name."""
-    names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    lines = text_of("/proc/cpuinfo").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
 
 
@@ -85,10 +87,3 @@ def command(argv: Sequence[str] | None = None, module: str | None = None) -> str
 def _without_folders(argument: str) -> str:
     whole = argument.startswith(("/", "~/"))  # a path alone, which may hold spaces
     return Path(argument).name or argument if whole else _FOLDERS.sub("", argument)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

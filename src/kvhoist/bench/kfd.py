@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvhoist.errors import ConfigError
+from kvhoist.system_files import text_of
 
 KFD = Path("/sys/class/kfd/kfd")
 
@@ -97,10 +98,4 @@ class KfdProcess:
 
 def _gpus_of(pid: int, root: Path) -> set[str]:
     """Return the GPUs on which a process has queues; nothing for one that has ended meanwhile."""
-    found = set()
-    for path in (root / "proc" / str(pid)).glob("queues/*/gpuid"):
-        try:
-            found.add(path.read_text().strip())
-        except OSError:
-            continue
-    return found
+    return {text_of(path).strip() for path in (root / "proc" / str(pid)).glob("queues/*/gpuid")} - {""}

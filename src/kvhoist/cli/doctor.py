@@ -22,6 +22,7 @@ from kvhoist.cli.output import JsonOption, console, print_json
 from kvhoist.errors import ConfigError
 from kvhoist.memory.budget import host_budget, memlock_limit_bytes
 from kvhoist.settings import Settings
+from kvhoist.system_files import text_of
 from kvhoist.units import format_bytes
 
 _PACKAGES = (
@@ -148,11 +149,11 @@ def _gpus() -> Iterator[Finding]:
     cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     for card in cards:
         model = next(
-            (line.split(":", 1)[1].strip() for line in _read(card).splitlines() if line.startswith("Model")), "?"
+            (line.split(":", 1)[1].strip() for line in text_of(card).splitlines() if line.startswith("Model")), "?"
         )
         yield Finding("gpu", f"NVIDIA {card.parent.name}", Status.INFO, model)
     for node in sorted(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/name")):
-        if name := _read(node).strip():
+        if name := text_of(node).strip():
             cards.append(node)
             yield Finding("gpu", f"AMD node {node.parent.name}", Status.INFO, f"{name}; {untried}")
     if not cards:
@@ -183,10 +184,3 @@ def _cache_folder(folder: Path) -> Finding:
     made = "" if folder.exists() else " (not made yet)"
     value = f"{folder}{made}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free"
     return Finding("settings", "cache folder", Status.WARN if low else Status.OK, value, remedy if low else "")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # another system, or not shown in this container
-        return ""

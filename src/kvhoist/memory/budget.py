@@ -6,6 +6,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvhoist.system_files import text_of
 from kvhoist.units import format_bytes
 
 _UNLIMITED_BYTES = 1 << 60
@@ -71,7 +72,7 @@ def memlock_limit_bytes() -> int | None:
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    fields = (line.split() for line in _read(path).splitlines())
+    fields = (line.split() for line in text_of(path).splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in fields if len(words) > 2 and words[2] == "kB"}
 
 
@@ -93,7 +94,7 @@ def _process_limits(root: Path) -> list[Limit]:
 def _cgroup_limits(root: Path) -> list[Limit]:
     """A process stands under the limit of its own group and of every group above it that this mount shows."""
     found = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
             version = 2 if controllers == "" else 1
@@ -106,7 +107,7 @@ def _cgroup_limits(root: Path) -> list[Limit]:
 def _cgroup_mounts(root: Path, version: int) -> list[tuple[str, str]]:
     """Return (path of the group that is mounted, where) for the memory controller."""
     mounts = []
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
         mount, _, rest = line.partition(" - ")
         kind, _, options = [*rest.split(), "", "", ""][:3]
         is_memory = kind == "cgroup2" if version == 2 else kind == "cgroup" and "memory" in options.split(",")
@@ -129,7 +130,7 @@ def _folders(root: Path, mount_root: str, mount_point: str, path: str) -> list[P
 def _group_limits(folder: Path, version: int, root: Path) -> list[Limit]:
     limit_files, usage_file, reclaimable = _FILES[version]
     usage = _number(folder / usage_file) or 0
-    stat = (line.split() for line in _read(folder / "memory.stat").splitlines())
+    stat = (line.split() for line in text_of(folder / "memory.stat").splitlines())
     counts = {words[0]: int(words[1]) for words in stat if len(words) == 2}
     used = max(0, usage - counts.get(reclaimable, 0))
     found = []
@@ -142,12 +143,5 @@ def _group_limits(folder: Path, version: int, root: Path) -> list[Limit]:
 
 
 def _number(path: Path) -> int | None:
-    text = _read(path).strip()
+    text = text_of(path).strip()
     return int(text) if text.isdigit() else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # absent on this kernel, or not shown in this container
-        return ""

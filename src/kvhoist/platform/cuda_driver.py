@@ -11,7 +11,8 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from kvhoist.errors import ConfigError
 from kvhoist.platform.base import Rects
 from kvhoist.platform.cuda_rects import enqueue_rects
-from kvhoist.platform.gpu_driver import GpuDriver, text_of
+from kvhoist.platform.gpu_driver import GpuDriver
+from kvhoist.system_files import text_of
 
 _LIBRARY = "libcuda.so.1"
 _DRIVER_FILE, _RELEASE = "/proc/driver/nvidia/version", re.compile(r"\s(\d{3}\.[\d.]*\d)\s")

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,14 +173,6 @@ class GpuDriver:
         value = c_int()
         self.check(self.call.device_attribute(byref(value), which, device), "asking for an attribute")
         return value.value
-
-
-def text_of(path: str) -> str:
-    """Return what one of the system's files says; "" where it is not there."""
-    try:
-        return Path(path).read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _destroy_events(destroy: Any, events: list[int]) -> None:

@@ -10,8 +10,9 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 
 from kvhoist.errors import ConfigError
 from kvhoist.platform.base import Rects
-from kvhoist.platform.gpu_driver import GpuDriver, text_of
+from kvhoist.platform.gpu_driver import GpuDriver
 from kvhoist.platform.rocm_library import load_hip
+from kvhoist.system_files import text_of
 
 _FUNCTIONS = {
     "allocate": "hipMalloc",
@@ -158,7 +159,7 @@ class RocmDriver(GpuDriver):
 
     def releases(self) -> str:
         major, minor = divmod(self.version // 100_000, 100)
-        return f"amdgpu {text_of(_DRIVER_FILE) or 'of this kernel'}, HIP {major}.{minor}"
+        return f"amdgpu {text_of(_DRIVER_FILE).strip() or 'of this kernel'}, HIP {major}.{minor}"
 
     def _make_current(self) -> None:
         self.check(self.call.set_device(self._index), "making the device current")
