@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvhoist.binding import Binding
-from kvhoist.config import CacheConfig
 from kvhoist.control.entry import Entry
 from kvhoist.control.pins import Pins
 from kvhoist.control.plane import ControlPlane
@@ -152,14 +151,13 @@ def run(
     acquisition: Acquisition,
     lock: threading.RLock,
     binding: Binding,
-    config: CacheConfig,
     *,
     timeout_s: float,
     layerwise: bool,
 ) -> list[Transfer]:
     """Step until the prefix is there or `timeout_s` passed; return the loads under way (layer-wise leases only). Pages
     from storage that are late by the prefetch policy end the prefix, and are not fetched if nobody else wants them."""
-    began, policy = time.monotonic(), config.prefetching()
+    began = time.monotonic()
     while True:
         with lock:
             waits = acquisition.step(binding.dispatch)
@@ -168,7 +166,8 @@ def run(
         if layerwise and acquisition.only_loads(waits):
             return waits
         prefetches = [transfer for transfer in waits if transfer.job.kind is JobKind.PREFETCH]
-        patience_s = min(timeout_s, policy.limit_s(sum(transfer.job.num_pages for transfer in prefetches)))
+        num_pages = sum(transfer.job.num_pages for transfer in prefetches)
+        patience_s = min(timeout_s, binding.prefetching.limit_s(num_pages))
         late = _first_late(waits, began, timeout_s, patience_s)
         if late is None:
             continue

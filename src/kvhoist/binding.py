@@ -65,6 +65,7 @@ class Binding:
         self._pid = os.getpid()
         self._report: CloseReport | None = None
         self._closing = False
+        self.prefetching = config.prefetching()
         platform = open_platform(device.device)
         self.points = EnginePoints(platform, engine_stream, required=config.device_owned)
         policy = WritePolicy.parse(config.write_policy, min_hits=config.min_hits, device_owned=config.device_owned)

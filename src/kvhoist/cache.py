@@ -167,7 +167,7 @@ class HierarchicalCache(TierMoves):
             way = acquire.Acquisition(self._plane, match, self._binding.transfers, for_whom)
         try:
             self._clean(match.num_pages - match.pages_by_tier["device"])
-            loads = acquire.run(way, self._lock, self._binding, self.config, timeout_s=limit, layerwise=layerwise)
+            loads = acquire.run(way, self._lock, self._binding, timeout_s=limit, layerwise=layerwise)
             with self._lock:
                 self._binding.points.catch_up()
                 pages = way.pages(loading=bool(loads))

@@ -80,8 +80,4 @@ class CacheConfig:
 
     def prefetching(self) -> PrefetchPolicy:
         """Return the prefetch policy. Raises PolicyError for an unknown name, ConfigError for times that cannot be."""
-        return PrefetchPolicy.parse(
-            self.prefetch_policy,
-            timeout_s=self.prefetch_timeout_s,
-            timeout_per_page_s=self.prefetch_timeout_per_page_s,
-        )
+        return PrefetchPolicy.parse(self.prefetch_policy, self.prefetch_timeout_s, self.prefetch_timeout_per_page_s)

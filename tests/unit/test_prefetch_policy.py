@@ -129,7 +129,7 @@ def test_what_the_host_tier_has_is_loaded_though_the_rest_is_late(store: GatedSt
     ("name", "limit_s"), [("best_effort", 0.0), ("wait_complete", math.inf), ("timeout", 2.0 + 3 * 0.5)]
 )
 def test_the_limit_of_each_policy(name: str, limit_s: float) -> None:
-    assert PrefetchPolicy.parse(name, timeout_s=2, timeout_per_page_s=0.5).limit_s(3) == limit_s
+    assert PrefetchPolicy.parse(name, 2, 0.5).limit_s(3) == limit_s
 
 
 def test_a_policy_that_cannot_be_is_refused() -> None:

@@ -26,7 +26,7 @@ class PrefetchPolicy:
     per_page_s: float = 0.0
 
     @classmethod
-    def parse(cls, name: str, *, timeout_s: float, timeout_per_page_s: float) -> PrefetchPolicy:
+    def parse(cls, name: str, timeout_s: float, timeout_per_page_s: float) -> PrefetchPolicy:
         """Raises PolicyError for an unknown name, ConfigError for times that cannot be; they are those of `timeout`."""
         if name not in list(PrefetchWait):
             raise PolicyError("no such prefetch policy", got=repr(name), choices=[str(wait) for wait in PrefetchWait])

@@ -139,11 +139,7 @@ class ConnectorOptions:
         return self.storage is not None and not is_read_only(self.storage)
 
     def prefetching(self) -> PrefetchPolicy:
-        return PrefetchPolicy.parse(
-            self.prefetch_policy,
-            timeout_s=self.prefetch_timeout_s,
-            timeout_per_page_s=self.prefetch_timeout_per_page_s,
-        )
+        return PrefetchPolicy.parse(self.prefetch_policy, self.prefetch_timeout_s, self.prefetch_timeout_per_page_s)
 
     def policy(self) -> WritePolicy:
         """Return the write policy; vLLM owns the device tier, so `write_back` is refused."""
