@@ -24,7 +24,6 @@ WORDS = (16, 8, 4)
 GROUP_THREADS = 32
 """Threads by number, not a warp: a wavefront of 64 lanes holds two groups."""
 
-UNROLLS = (1, 2, 4, 8)
 UNROLL = 8
 MAX_BLOCK_THREADS = 1024
 MAX_LOOPS = 4
@@ -54,10 +53,6 @@ class CopyRounds:
     def pieces_of(self, run_bytes: int) -> int:
         """Return how many pieces a run is cut into, its tail included."""
         return -(-run_bytes // self.piece_bytes)
-
-    def tail_bytes_of(self, run_bytes: int) -> int:
-        """Return how many bytes of a run are no whole piece."""
-        return run_bytes % self.piece_bytes
 
     def __str__(self) -> str:
         return f"{GROUP_THREADS} lanes x {self.word_bytes} B = {self.round_bytes} B, {self.unroll} at once"
