@@ -40,6 +40,7 @@ class Breaker:
         self.num_fences = 0
         self._name = name
         self._hang_s = hang_s
+        self._hangs = f"a call has not returned for {hang_s:g} s"
         self._clock = clock
         self._changed = threading.Condition()
         self._running: dict[int, tuple[str, float]] = {}
@@ -114,7 +115,7 @@ class Breaker:
                     self._changed.wait(left_s)
                     continue
                 self._hung.add(call)
-                self._blow(kind, self._fuses[kind], f"a call has not returned for {self._hang_s:g} s")
+                self._blow(kind, self._fuses[kind], self._hangs)
                 return self._hang()
             return None
 
@@ -124,7 +125,7 @@ class Breaker:
             self._changed.notify_all()
 
     def _hang(self) -> str | None:
-        return f"{FENCED}: a call has not returned for {self._hang_s:g} s" if self._hung else None
+        return f"{FENCED}: {self._hangs}" if self._hung else None
 
     def _refusal(self, kind: str) -> str | None:
         fuse = self._fuses[kind]
