@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvhoist.errors import ConfigError, UnsupportedGeometryError
+from kvhoist.platform.base import MemoryRegion
+from kvhoist.platform.cpu import host_view
 from kvhoist.storage.base import Buffer
 
 _MAX_PIECES = 4
@@ -110,16 +111,12 @@ class HostPages:
 
     def _places(self, slots: torch.Tensor) -> list[Buffer]:
         addresses, sizes = self.pool.get_page_buffer_meta(slots)
-        return [_memory_at(address, num_bytes) for address, num_bytes in zip(addresses, sizes, strict=True)]
+        return [host_view(MemoryRegion(*place)).data for place in zip(addresses, sizes, strict=True)]
 
 
 def bytes_of(tensor: torch.Tensor) -> Buffer:
     """Return the memory of a contiguous CPU tensor of any dtype, not a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")
-
-
-def _memory_at(address: int, num_bytes: int) -> Buffer:
-    return memoryview((ctypes.c_uint8 * num_bytes).from_address(address)).cast("B")
 
 
 def _pieces(pool: Any, page_slots: int) -> list[tuple[int, int]] | None:
