@@ -1,4 +1,4 @@
-"""Pages with known bytes, a FileStore folder that is audited when a test ends, and segment files to be damaged."""
+"""Pages with known bytes, a FileStore folder that is audited when a test ends, segment files to be damaged, and Mooncake."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mooncake_support import Master, running_master
 
 from kvhoist import testing
-from kvhoist.storage import FileStore, Sealer, StorageIO, Store
+from kvhoist.storage import FileStore, MooncakeStore, Sealer, StorageIO, Store, open_store
 from kvhoist.storage.record import HEADER_BYTES
 
 NUM = 12
@@ -120,3 +121,18 @@ def damage(stores: Any, pages: Any) -> Callable[[Callable[[SegmentFile], None]],
         return stores.open(capacity="1MiB")
 
     return run
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    with running_master(tmp_path_factory.mktemp("master")) as master:
+        yield master
+
+
+@pytest.fixture(scope="module")
+def mooncake(master: Master) -> Iterator[MooncakeStore]:
+    """A store that keeps the process's client: to close one takes the engine seconds."""
+    store = open_store(master.url())
+    assert isinstance(store, MooncakeStore)
+    yield store
+    store.close()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mooncake_support import DEADLINE_S, Master, running_master
+from mooncake_support import DEADLINE_S, Master
 from support import TinyEngine
 
 from kvhoist.errors import ClosedError, MissingDependencyError, StorageError, StoreUnavailableError
@@ -17,24 +16,10 @@ from kvhoist.storage.mooncake.notes import NUM_SLOTS
 from kvhoist.storage.mooncake.store import name_of
 
 
-@pytest.fixture(scope="module")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
-    with running_master(tmp_path_factory.mktemp("master")) as master:
-        yield master
-
-
-@pytest.fixture(scope="module")
-def only_store(master: Master) -> Iterator[MooncakeStore]:
-    store = open_store(master.url())
-    assert isinstance(store, MooncakeStore)
-    yield store
-    store.close()
-
-
 @pytest.fixture
-def store(only_store: MooncakeStore) -> MooncakeStore:
-    engine(only_store).remove_all(True)
-    return only_store
+def store(mooncake: MooncakeStore) -> MooncakeStore:
+    engine(mooncake).remove_all(True)
+    return mooncake
 
 
 def engine(store: MooncakeStore) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_support import Master, running_master
+from mooncake_support import Master
 
 from kvhoist.storage import FileStore, MemoryStore, MooncakeStore, Store, open_store
 from kvhoist.testing.store_suite import StoreSuite
@@ -29,21 +28,6 @@ class TestFileStore(StoreSuite):
 
 class TestDurableFileStore(TestFileStore):
     fsync = "batch"
-
-
-@pytest.fixture(scope="module")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
-    with running_master(tmp_path_factory.mktemp("master")) as master:
-        yield master
-
-
-@pytest.fixture(scope="module")
-def mooncake(master: Master) -> Iterator[MooncakeStore]:
-    """A store that keeps the process's client: to close one takes the engine seconds."""
-    store = open_store(master.url())
-    assert isinstance(store, MooncakeStore)
-    yield store
-    store.close()
 
 
 class TestMooncakeStore(StoreSuite):
