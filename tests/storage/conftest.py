@@ -1,4 +1,4 @@
-"""Pages with known bytes, a FileStore folder that is audited when a test ends, segment files to be damaged, and Mooncake."""
+"""Pages with known bytes, a FileStore folder that is audited in the end, segment files to be damaged, and a Mooncake."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import PAGE_TOKENS, TinyEngine
 
+from kvhoist.acquire import Acquisition
 from kvhoist.config import CacheConfig
 from kvhoist.control.prefetch_policy import PrefetchPolicy
 from kvhoist.errors import ConfigError, PolicyError
@@ -137,3 +138,25 @@ def test_a_policy_that_cannot_be_is_refused() -> None:
         CacheConfig(prefetch_policy="never")
     with pytest.raises(ConfigError, match="prefetch_timeout_per_page_s"):
         CacheConfig(prefetch_timeout_per_page_s=-1)
+
+
+@pytest.mark.parametrize("where", ["prefetch", "give_up", "cancel"])
+def test_page_ids_come_back_where_an_acquire_fails_in_the_middle(
+    store: GatedStore, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planted")
+
+    with engine_with(store, prefetch_policy="best_effort") as engine:
+        binding = engine.cache._binding
+        owner = {"prefetch": binding.plane, "give_up": Acquisition, "cancel": binding.mover}[where]
+        match = engine.cache.match(PROMPT, max_tokens=len(PROMPT) - 1)
+        with monkeypatch.context() as planted:
+            planted.setattr(owner, where, fail)
+            with pytest.raises(RuntimeError, match="planted"):
+                engine.cache.acquire(match)
+        store.gate.set()
+        assert engine.cache.flush(DEADLINE_S)
+        engine.cache.audit()
+        engine.run(PROMPT)
+        assert engine.run(PROMPT)["device"] == 10 * PAGE_TOKENS
