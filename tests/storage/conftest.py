@@ -1,4 +1,4 @@
-"""Pages with known bytes, a FileStore folder that is audited in the end, segment files to be damaged, and a Mooncake."""
+"""Pages with known bytes, a FileStore folder that is audited when a test ends, damaged segment files, a Mooncake."""
 
 from __future__ import annotations
 
