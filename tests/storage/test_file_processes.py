@@ -19,11 +19,10 @@ import pytest
 
 DEADLINE_S = 30
 
-ZYGOTE = f"""
+ZYGOTE = """
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from conftest import Pages
 from kvhoist.storage import FileStore
+from kvhoist.testing import Pages
 
 def write_for_ever(folder, capacity, fsync, first, batch):
     pages = Pages()
@@ -31,7 +30,7 @@ def write_for_ever(folder, capacity, fsync, first, batch):
     while True:
         ids = range(first, first + batch)
         kept = pages.put(store, ids)
-        os.write(1, ("".join(f"kept {{i}}\\n" for i, ok in zip(ids, kept) if ok)).encode())
+        os.write(1, ("".join(f"kept {i}\\n" for i, ok in zip(ids, kept) if ok)).encode())
         first += batch
 
 for line in sys.stdin:
@@ -39,7 +38,7 @@ for line in sys.stdin:
     pid = os.fork()
     if pid == 0:
         write_for_ever(folder, capacity, fsync, int(first), int(batch))
-    os.write(1, f"pid {{pid}}\\n".encode())
+    os.write(1, f"pid {pid}\\n".encode())
     os.waitpid(pid, 0)
     os.write(1, b"dead\\n")
 """
