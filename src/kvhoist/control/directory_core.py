@@ -75,6 +75,10 @@ class DirectoryCore:
         known = space.num_known(keys, stop, stop)
         return _last_of_path(self._table.entry(space, keys[known - 1]), known - start) if known > start else []
 
+    def note_unstored(self, space: Space, keys: Sequence[bytes], reason: str) -> None:
+        """Remember for `explain` that pages did not reach storage."""
+        self._history.note(What.FAILED, space.serial, Tier.STORAGE, keys, reason)
+
     def _survey(
         self, space: Space, keys: Sequence[bytes], start: int, stop: int, tier: Tier
     ) -> tuple[int, Entry | None, list[Entry]]:

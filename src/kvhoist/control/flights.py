@@ -148,12 +148,14 @@ class Flights:
             filling = self._filling[fills]
             for entry in flight.entries:
                 del filling[entry]
+        why = f"{job.kind}: {finished.error or 'no reason given'}"
         if fills is Tier.STORAGE:
             self._directory.set_stored(flight.space, [entry.key for entry in good], True)
+            self._directory.note_unstored(flight.space, [entry.key for entry in bad], why)
         elif fills is not None:
             good = self._publish(flight, good, fills)
             if bad:
-                self._fail(job, flight.space, bad, fills, f"{job.kind}: {finished.error or 'no reason given'}")
+                self._fail(job, flight.space, bad, fills, why)
         reads = self._tier_read.get(job.kind)
         if reads is not None:
             self._directory.unpin(flight.entries, reads)

@@ -58,10 +58,10 @@ class StorageIO:
     fails as a whole again and again, or has not answered a call for `hang_s`, is fenced off: batches fail at once,
     what waits fails too, and only batches of which a part hangs stay in use. It is tried again by itself.
 
-    Order of work: prefetch and lookup before drop before persist, and with two threads or more one of them never
-    persists, so that a read waits for reads only. Where a persist would have more than `max_queued_pages` pages wait,
-    the rest of it, in chunks, fails as QUEUE_FULL; reads are never refused. `chunk_bytes` bounds what one thread does
-    in one piece.
+    Order of work: prefetch and lookup before drop before persist, but of four chunks that begin one is a write, if one
+    waits: reads never starve persists. With two threads or more one of them never persists. Where a persist would have
+    more than `max_queued_pages` pages wait, the rest of it, in chunks, fails as QUEUE_FULL; reads are never refused.
+    `chunk_bytes` bounds what one thread does in one piece.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Batches cut into chunks, and the queue in which chunks wait for a thread: reads first, persists bounded."""
+"""Batches cut into chunks, and the queue in which chunks wait for a thread: mostly reads first, persists bounded."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ class Urgency(IntEnum):
     READ = 0
     DROP = 1
     PERSIST = 2
+
+
+_MOST_READS_IN_A_ROW = 3
+"""While a write waits. What waits to be persisted keeps its host page from everyone, reads included: it must not wait
+for ever, and one chunk in four costs a read a fourth of its speed at most."""
 
 
 class Batch:
@@ -92,8 +97,9 @@ class Chunk:
 
 
 class ChunkQueue:
-    """Chunks by urgency, first in first out within one. At most `max_persists` persists run at once, and at most
-    `max_persist_pages` pages wait to be persisted. Thread-safe; waiting costs no CPU."""
+    """Chunks by urgency, first in first out within one; after a few reads in a row a write that waits has its turn. At
+    most `max_persists` persists run at once, and at most `max_persist_pages` pages wait to be persisted. Thread-safe;
+    waiting costs no CPU."""
 
     def __init__(self, *, max_persist_pages: int, max_persists: int) -> None:
         self.closed = False
@@ -103,6 +109,7 @@ class ChunkQueue:
         self._queued_pages = dict.fromkeys(Urgency, 0)
         self._running_pages = 0
         self._running_persists = 0
+        self._reads_in_a_row = 0
         self._changed = threading.Condition()
 
     def put(self, chunks: Sequence[Chunk]) -> int:
@@ -170,9 +177,13 @@ class ChunkQueue:
             )
 
     def _next(self) -> Chunk | None:
-        for urgency, waiting in self._waiting.items():
+        writes_first = self._reads_in_a_row >= _MOST_READS_IN_A_ROW
+        for urgency in (Urgency.DROP, Urgency.PERSIST, Urgency.READ) if writes_first else Urgency:
+            waiting = self._waiting[urgency]
             if not waiting or (urgency is Urgency.PERSIST and self._running_persists >= self._max_persists):
                 continue
+            writes_wait = self._waiting[Urgency.DROP] or self._waiting[Urgency.PERSIST]
+            self._reads_in_a_row = self._reads_in_a_row + 1 if urgency is Urgency.READ and writes_wait else 0
             chunk = waiting.popleft()
             self._queued_pages[urgency] -= len(chunk.keys)
             self._running_pages += len(chunk.keys)
