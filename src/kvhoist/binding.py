@@ -182,6 +182,13 @@ class Binding:
                     self.transfers[job.id] = transfer
         return submitted
 
+    def cancel_deserted(self) -> None:
+        """Cancel the prefetches that nobody waits for any more. Never with `lock` held."""
+        with self.lock:
+            deserted = self.plane.flights.take_cancels()
+        for job_id in deserted:
+            self.mover.cancel(job_id)
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is under way; False where `timeout_s` passed first."""
         with self.lock:
@@ -221,6 +228,7 @@ class Binding:
                 host_bytes=self.arena.num_bytes,
                 page_bytes=self.plane.group.page_bytes,
                 num_store_errors=self.num_store_errors,
+                prefetches=self.plane.prefetch_stats(),
             )
 
     def close(self, *, drain: bool, timeout_s: float) -> CloseReport:

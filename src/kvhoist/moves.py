@@ -91,7 +91,10 @@ class TierMoves:
             lacking = [i for i, e in enumerate(entries) if not (e.is_ready(Tier.DEVICE) or e.is_ready(Tier.HOST))]
             if not lacking:
                 return None
-            return self._start(self._plane.prefetch(match.space, match.keys, lacking[0], lacking[-1] + 1))
+            job = self._plane.prefetch(match.space, match.keys, lacking[0], lacking[-1] + 1)
+            if job is not None:
+                self._plane.flights.keep(job.id)
+            return self._start(job)
 
     def persist(self, match: Match) -> Transfer | None:
         """Write to storage what the host tier has of the match and storage is not known to hold; None for nothing."""

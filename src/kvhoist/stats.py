@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvhoist.control.directory_stats import DirectoryStats
+from kvhoist.control.prefetches import PrefetchStats
 from kvhoist.storage.base import StoreStats
 from kvhoist.storage.io import StorageIOStats
 
@@ -18,12 +19,14 @@ class CacheStats:
     jobs: by kind (`offload`, `load`, …) the jobs, pages, failed_pages, bytes and seconds of what finished.
     directory: pages and page states by tier, hits, evictions. storage and store: None without one.
     num_store_errors: calls of the store outside of jobs (namespaces, stats, close) that raised.
+    prefetches: what prefetches were good for, in pages.
     """
 
     jobs: Mapping[str, Mapping[str, float]]
     directory: DirectoryStats
     storage: StorageIOStats | None
     store: StoreStats | None
+    prefetches: PrefetchStats
     open_jobs: int
     num_mismatches: int
     host_bytes: int

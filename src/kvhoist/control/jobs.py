@@ -12,13 +12,14 @@ from kvhoist.messages import Completion, Job, JobKind
 @dataclass(frozen=True, slots=True)
 class Finished:
     """What all ranks together say of a job: a page failed if it failed on any rank. `bytes` are summed over ranks,
-    `seconds` is the slowest rank's."""
+    `seconds` is the slowest rank's. `cancelled`: that was asked for, and what failed counts as not tried."""
 
     job: Job
     failed_pages: frozenset[int]
     error: str | None
     bytes: int
     seconds: float
+    cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class _Open:
     errors: list[str] = field(default_factory=list)
     bytes: int = 0
     seconds: float = 0.0
+    cancelled: bool = False
 
 
 class JobTracker:
@@ -105,6 +107,16 @@ class JobTracker:
             entry.errors.append(completion.error)
         return self._finish_if_answered(entry)
 
+    def cancel(self, job_id: int) -> bool:
+        """Mark an open job as cancelled: the ranks, whom the caller tells, leave out what they have not begun, and
+        answer as ever. False where it was marked before."""
+        entry = self._open[job_id]
+        was, entry.cancelled = entry.cancelled, True
+        return not was
+
+    def is_cancelled(self, job_id: int) -> bool:
+        return self._open[job_id].cancelled
+
     def lose_rank(self, rank: int) -> list[Finished]:
         """Declare a rank dead and return the jobs that this finishes. Idempotent."""
         if not 0 <= rank < self.num_ranks:
@@ -128,7 +140,9 @@ class JobTracker:
             return None
         del self._open[entry.job.id]
         error = "; ".join(dict.fromkeys(entry.errors)) or None
-        return Finished(entry.job, frozenset(entry.failed_pages), error, entry.bytes, entry.seconds)
+        return Finished(
+            entry.job, frozenset(entry.failed_pages), error, entry.bytes, entry.seconds, cancelled=entry.cancelled
+        )
 
 
 def _fail_all(entry: _Open, rank: int) -> None:

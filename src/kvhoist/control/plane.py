@@ -14,6 +14,7 @@ from kvhoist.control.namespace import Namespace
 from kvhoist.control.offers import Offer, Offers
 from kvhoist.control.paths import branches, path, runs
 from kvhoist.control.policy import WritePolicy, WriteWhen
+from kvhoist.control.prefetches import PrefetchStats
 from kvhoist.control.tiers import READY, Tier
 from kvhoist.errors import PageIdError
 from kvhoist.geometry import CacheGroup
@@ -237,6 +238,10 @@ class ControlPlane:
 
     def explain(self, space: Space, keys: Sequence[bytes], num_tokens: int) -> Explanation:
         return self.directory.explain(space, keys, num_tokens, self.group.page_tokens)
+
+    def prefetch_stats(self, *, most_looks: int | None = None) -> PrefetchStats:
+        """Return what prefetches were good for; see `Prefetches.stats`."""
+        return self.flights.prefetches.stats(self.group.page_bytes * self.tracker.num_ranks, most_looks=most_looks)
 
     def audit(self) -> None:
         """Recount everything. Raises PageIdError naming what does not add up."""

@@ -122,6 +122,7 @@ class SchedulerSide:
         if output.scheduled_new_reqs or output.scheduled_cached_reqs.req_ids:
             for state in self._offering.note_scheduled(output, self._states):
                 self.counts.scheduled(state)
+                self._prefixes.release(state)
         if self._offering:
             self._offer(self._offering.take(output.num_scheduled_tokens))
         jobs = self.plane.take_jobs()
@@ -136,10 +137,11 @@ class SchedulerSide:
                 self._fences.open(job)
         fences = self._fences.take_readers()
         told, self._tell_namespace = self._tell_namespace, False
-        if not jobs and not fences and not told:
+        cancels = self.plane.flights.take_cancels()
+        if not jobs and not fences and not told and not cancels:
             return NO_ORDERS
         fields = self._namespace.field_dict() if told else None
-        return ConnectorMetadata(tuple(others), tuple(loads), tuple(fences), fields)
+        return ConnectorMetadata(tuple(others), tuple(loads), tuple(fences), tuple(cancels), fields)
 
     def update_output(self, meta: WorkerMetadata | None) -> None:
         """Book what the workers have done."""
@@ -162,6 +164,7 @@ class SchedulerSide:
         """Offer the last full pages of a request with the next step's; vLLM may free its blocks at once."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
+            self._prefixes.release(state)
             self._offering.end(state)
 
     def reset(self, *, blocks_in_use: bool = False) -> bool:
@@ -181,7 +184,8 @@ class SchedulerSide:
         self._device_is_stale = held or blocks_in_use
         for state in self._states.values():
             state.offers = False  # until it begins anew
-            state.waits_for, state.asked_storage, state.prefetched = None, False, range(0)
+            self._prefixes.release(state)
+            state.asked_storage, state.prefetched = False, range(0)
         return not self._open_loads
 
     def take_untrusted(self) -> set[int]:
@@ -191,6 +195,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Check the books and forget the requests. Logs what does not add up."""
+        for state in self._states.values():
+            self._prefixes.release(state)
         self._audit()
         self._states.clear()
         self._offering.forget()
@@ -268,7 +274,7 @@ class SchedulerSide:
         failed = [job.keys[i] for i in finished.failed_pages]
         if job.kind in (JobKind.OFFLOAD, JobKind.PREFETCH):
             self._prefixes.accept(job.keys)
-            self.counts.failed(failed)
+            self.counts.failed(failed if not finished.cancelled else ())
         if job.kind is not JobKind.LOAD:
             return
         order, fetched = self._open_loads.close(job.id)

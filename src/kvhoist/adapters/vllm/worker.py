@@ -97,6 +97,8 @@ class WorkerSide:
             after = self._engine_point()
             for job in meta.jobs:
                 self._submit(job, after)
+        for job_id in meta.cancels:
+            self._mover.cancel(job_id)
         for job_id in meta.fences:
             transfer = self._offloads.get(job_id)
             if transfer is not None:
