@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 
 from kvhoist.binding import Binding
 from kvhoist.control.entry import Entry
-from kvhoist.control.pins import Pins
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.tiers import Tier
 from kvhoist.lease import Match
@@ -26,7 +25,7 @@ class Acquisition:
 
     def __init__(self, plane: ControlPlane, match: Match, transfers: dict[int, Transfer], for_whom: str) -> None:
         self.transfers: list[Transfer] = []
-        self.pins = Pins(plane.directory)
+        self.pins = plane.pins()
         self._plane = plane
         self._space = match.space
         self._keys = list(match.keys)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 
-from kvhoist.config import CacheConfig
+from kvhoist.config import CacheConfig, check_staging
 from kvhoist.control.directory import Directory
 from kvhoist.control.namespace import Namespace
 from kvhoist.control.plane import ControlPlane
@@ -82,9 +82,11 @@ class Binding:
                 capacities[Tier.DEVICE] = self.num_device_pages
             directory = Directory(capacities, eviction=config.eviction, history_pages=config.history_pages)
             self.store = None if store is None else open_store(store)
+            persists = self.store is not None and not getattr(self.store, "read_only", False)
             self._owns_store = isinstance(store, str)
             if self.store is not None and self._owns_store:
                 undo.callback(self.store.close)
+            check_staging(config.host_retain, persists=persists)
             if self.store is not None:
                 register_memory(self.store, self.arena.buffer.data)
                 undo.callback(unregister_memory, self.store, self.arena.buffer.data)
@@ -94,7 +96,8 @@ class Binding:
                 policy,
                 device_owned=config.device_owned,
                 has_storage=self.store is not None,
-                persists=not getattr(self.store, "read_only", False),
+                persists=persists,
+                host_retain=config.host_retain,
                 clock=time.monotonic,
             )
             self.io = self._open_io(config)

@@ -107,7 +107,7 @@ class TierMoves:
 
     def pin(self, match: Match) -> Pins:
         """Forbid the tiers to evict what they hold now of the matched pages, until `unpin`."""
-        pins = Pins(self._plane.directory)
+        pins = self._plane.pins()
         with self._lock:
             self._check(match)
             entries = self._plane.directory.match(match.space, match.keys)

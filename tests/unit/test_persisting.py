@@ -40,7 +40,7 @@ class CountingStore(MemoryStore):
 def test_what_the_queue_drops_is_counted_and_explain_says_so() -> None:
     store = CountingStore()
     store.gate.clear()
-    config = CacheConfig(io_threads=1, max_queued_pages=4)
+    config = CacheConfig(io_threads=1, max_queued_pages=4, lookup_timeout_s=0)
     with TinyEngine(device_pages=24, host_pages=24, store=store, config=config) as engine:
         engine.run(PROMPT[: 2 * PAGE_TOKENS])  # one chunk, which the store does not answer
         assert store.entered.acquire(timeout=DEADLINE_S)
@@ -63,7 +63,7 @@ def test_what_the_queue_drops_is_counted_and_explain_says_so() -> None:
 def test_pages_that_the_queue_dropped_are_persisted_when_they_are_used_again() -> None:
     store = CountingStore()
     store.gate.clear()
-    config = CacheConfig(io_threads=1, max_queued_pages=4)
+    config = CacheConfig(io_threads=1, max_queued_pages=4, lookup_timeout_s=0)
     with TinyEngine(device_pages=24, host_pages=24, store=store, config=config) as engine:
         engine.run(PROMPT[: 2 * PAGE_TOKENS])
         assert store.entered.acquire(timeout=DEADLINE_S)

@@ -10,6 +10,7 @@ from kvhoist.control.entry import Entry
 from kvhoist.control.jobs import Finished, JobTracker
 from kvhoist.control.pins import Pins
 from kvhoist.control.prefetches import Prefetches
+from kvhoist.control.staging import Staging
 from kvhoist.control.tiers import Tier
 from kvhoist.errors import PageIdError
 from kvhoist.messages import Job, JobKind
@@ -55,10 +56,13 @@ class Flights:
     Opened jobs wait in the outbox until `take_jobs`, jobs to be cancelled until `take_cancels`.
     """
 
-    def __init__(self, directory: Directory, tracker: JobTracker, *, device_owned: bool) -> None:
+    def __init__(
+        self, directory: Directory, tracker: JobTracker, *, device_owned: bool, staging: Staging | None = None
+    ) -> None:
         self.counters = {kind: KindCounters() for kind in JobKind}
         self._directory = directory
         self._tracker = tracker
+        self._staging = staging
         self.prefetches = Prefetches()
         self._outbox: list[Job] = []
         self._cancels: list[int] = []
@@ -194,6 +198,8 @@ class Flights:
         reads = self._tier_read.get(job.kind)
         if reads is not None:
             self._directory.unpin(flight.entries, reads)
+        if self._staging is not None and not flight.kept:
+            self._staging.give_up(flight.entries)
         return good if fills is Tier.HOST else []
 
     def audit(self) -> None:

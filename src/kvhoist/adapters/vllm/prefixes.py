@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
 from kvhoist.control.directory import Space
-from kvhoist.control.pins import Pins
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.prefetch_policy import PrefetchPolicy
 from kvhoist.control.tiers import READY, Tier
@@ -151,7 +150,7 @@ class Prefixes:
         if seconds <= 0:
             self._plane.flights.pass_by(job_id)
         else:
-            state.pins = state.pins or Pins(self._plane.directory)
+            state.pins = state.pins or self._plane.pins()
             self._plane.flights.join(job_id, state.pins)
         return self._wait(state, job_id, seconds)
 
