@@ -68,8 +68,9 @@ class Acquisition:
         self._ready = _leading_ready(entries)
 
     def give_up(self, late: Transfer) -> None:
-        """End the prefix before the pages that a prefetch brings, and wait for it no more."""
-        first = next((i for i, key in enumerate(self._keys[: self._limit]) if key in late.job.keys), self._limit)
+        """End the prefix before the pages that a prefetch has not brought yet, and wait for it no more."""
+        coming = {key for key in late.job.keys if self._brings(late, key)}
+        first = next((i for i, key in enumerate(self._keys[: self._limit]) if key in coming), self._limit)
         self._limit = first
         self._plane.flights.leave(late.job.id, self.pins)
 
@@ -144,6 +145,10 @@ class Acquisition:
             self._plane.flights.join(job_id, self.pins)
         self._joined |= job_ids
         return job_ids
+
+    def _brings(self, prefetch: Transfer, key: bytes) -> bool:
+        entry = self._plane.directory.find(self._space, key)
+        return entry is not None and self._plane.flights.job_filling(entry, Tier.HOST) == prefetch.job.id
 
     def _jobs_filling(self, entries: list[Entry], *tiers: Tier) -> set[int]:
         found = (self._plane.flights.job_filling(entry, tier) for entry in entries for tier in tiers)

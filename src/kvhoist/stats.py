@@ -9,7 +9,7 @@ from typing import Any
 from kvhoist.control.directory_stats import DirectoryStats
 from kvhoist.control.prefetches import PrefetchStats
 from kvhoist.storage.base import StoreStats
-from kvhoist.storage.io import StorageIOStats
+from kvhoist.storage.outcomes import StorageIOStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ CHAIN, INDEX = st.integers(0, NUM_CHAINS - 1), st.integers(0, 50)
 
 
 class Prefetching(RuleBasedStateMachine):
-    """`waiting` is who waits for each open prefetch, `unused` the keys that came and were not loaded, as a model."""
+    """`left` are the pages that each open prefetch has still to bring, `waiting` is who waits for them,
+    `unused` the keys that came and were not loaded, as a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +40,7 @@ class Prefetching(RuleBasedStateMachine):
         )
         self.space = self.plane.space(namespace(geometry))
         self.jobs: list[Job] = []
+        self.left: dict[int, set[int]] = {}
         self.waiting: dict[int, list[Pins]] = {}
         self.ever_left: set[int] = set()
         self.cancelled: set[int] = set()
@@ -67,6 +69,7 @@ class Prefetching(RuleBasedStateMachine):
             return
         self.expected["asked"] += job.num_pages
         self.jobs.append(job)
+        self.left[job.id] = set(range(job.num_pages))
         self.waiting[job.id] = []
         if joins:
             self._new_pins(job)
@@ -95,10 +98,22 @@ class Prefetching(RuleBasedStateMachine):
     @rule(which=INDEX, failed=st.sets(st.integers(0, NUM_PAGES - 1)))
     def answer(self, which: int, failed: set[int]) -> None:
         job = self.jobs.pop(which % len(self.jobs))
-        bad = tuple(sorted(i for i in failed if i < job.num_pages))
-        self.plane.complete(Completion(job.id, 0, bad, "gone" if bad else None))
-        waiting = self.waiting.pop(job.id)
-        good = [key for i, key in enumerate(job.keys) if i not in bad]
+        self._answer(job, failed, pending=set())
+        del self.waiting[job.id]
+
+    @precondition(lambda self: self.jobs)
+    @rule(which=INDEX, failed=st.sets(st.integers(0, NUM_PAGES - 1)), hangs=st.sets(st.integers(0, NUM_PAGES - 1)))
+    def answer_a_part(self, which: int, failed: set[int], hangs: set[int]) -> None:
+        job = self.jobs[which % len(self.jobs)]
+        if pending := hangs & self.left[job.id]:
+            self._answer(job, failed, pending)
+
+    def _answer(self, job: Job, failed: set[int], pending: set[int]) -> None:
+        now = self.left[job.id] - pending
+        self.left[job.id] = pending
+        bad = tuple(sorted(failed & now))
+        self.plane.complete(Completion(job.id, 0, bad, "gone" if bad else None, pending_pages=tuple(sorted(pending))))
+        good = {job.keys[i] for i in now} - {job.keys[i] for i in bad}
         hints = [self.plane.directory.find(self.space, job.keys[i]) for i in bad]
         if job.id in self.cancelled:
             self.expected["cancelled"] += len(bad)
@@ -106,7 +121,7 @@ class Prefetching(RuleBasedStateMachine):
         else:
             assert not any(entry is not None and entry.is_ready(Tier.STORAGE) for entry in hints)
         self._hint()
-        self.expected["late"] += len(good) if job.id in self.ever_left and not waiting else 0
+        self.expected["late"] += len(good) if job.id in self.ever_left and not self.waiting[job.id] else 0
         self.unused.update(good)
 
     @rule(chain=CHAIN)

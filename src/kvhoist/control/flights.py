@@ -162,13 +162,14 @@ class Flights:
         return job
 
     def settle(self, finished: Finished) -> list[Entry]:
-        """Publish and fail what the job filled, give its pins back, and return the pages that reached the host."""
+        """Publish and fail what is finished of a job, give its pins back; returns the pages that reached the host."""
         job = finished.job
-        flight = self._flights.pop(job.id)
+        flight = self._flights.pop(job.id) if finished.is_last else self._flights[job.id]
+        pages = range(job.num_pages) if finished.pages is None else sorted(finished.pages)
         self.num_settled += 1
         counters = self.counters[job.kind]
-        counters.jobs += 1
-        counters.pages += job.num_pages - len(finished.failed_pages)
+        counters.jobs += finished.is_last
+        counters.pages += len(pages) - len(finished.failed_pages)
         counters.failed_pages += len(finished.failed_pages)
         counters.bytes += finished.bytes
         counters.seconds += finished.seconds
@@ -177,13 +178,14 @@ class Flights:
             self._book_lookup(flight, job, finished.failed_pages)
             return []
         fills = self._tier_filled.get(job.kind)
-        good, bad = flight.entries, []
+        entries = flight.entries if finished.pages is None else [flight.entries[i] for i in pages]
+        good, bad = entries, []
         if finished.failed_pages:
-            good = [entry for i, entry in enumerate(flight.entries) if i not in finished.failed_pages]
-            bad = [entry for i, entry in enumerate(flight.entries) if i in finished.failed_pages]
+            good = [flight.entries[i] for i in pages if i not in finished.failed_pages]
+            bad = [flight.entries[i] for i in pages if i in finished.failed_pages]
         if fills is not None:
             filling = self._filling[fills]
-            for entry in flight.entries:
+            for entry in entries:
                 del filling[entry]
         why = f"{job.kind}: {finished.error or 'no reason given'}"
         if fills is Tier.STORAGE:
@@ -197,9 +199,9 @@ class Flights:
                 self._fail(finished, flight.space, bad, fills, why)
         reads = self._tier_read.get(job.kind)
         if reads is not None:
-            self._directory.unpin(flight.entries, reads)
+            self._directory.unpin(entries, reads)
         if self._staging is not None and not flight.kept:
-            self._staging.give_up(flight.entries)
+            self._staging.give_up(entries)
         return good if fills is Tier.HOST else []
 
     def audit(self) -> None:

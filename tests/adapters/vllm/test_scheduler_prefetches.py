@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm_harness import SimEngine, prompt_of
 from vllm_harness_faults import Gate, store_faults
-from vllm_harness_kvhoist import assert_nothing_kept, end, settle, side, store_in, wait_for
+from vllm_harness_kvhoist import assert_nothing_kept, audit, end, parts_of, settle, side, store_in, wait_for
 
 Sim = Callable[..., SimEngine]
 PROMPTS = {name: prompt_of(name, 33) for name in "ab"}
@@ -132,6 +132,36 @@ def test_best_effort_never_waits_and_its_pages_serve_later_requests(
     gate.open()
     settle(engine)
     assert counted(engine) == {"asked": PAGES, "late": PAGES}
+
+
+@pytest.mark.parametrize("ranks", [{}, {"tp": 2}])
+def test_what_came_is_loaded_though_storage_hangs_in_one_page(
+    start: Callable[..., SimEngine], ranks: dict[str, int]
+) -> None:
+    """In the third page of the prompt, and on the last rank only."""
+    engine = start(io_threads=4, prefetch_timeout_s=1.0, **ranks)
+    last = parts_of(engine)[-1]
+    for part in parts_of(engine):
+        part._io._breaker._hang_s = 0.1
+    gate = Gate()
+    gate.close()
+
+    name = engine.add(PROMPTS["a"], 2)
+    third = engine.scheduler.requests[name].block_hashes[5]
+
+    def hang(keys: Any, blobs: Any) -> None:
+        if third in [key.page.chain_hash for key in keys] and keys[0].shard.rank == last._mover.rank:
+            gate()
+
+    with store_faults("get", hang):
+        engine.run(lambda: engine.told[name].is_over)
+        assert engine.told[name].num_external == 16
+        assert gate.waiting == 1
+        audit(engine)
+        gate.open()
+        settle(engine)
+    assert engine.reset()
+    assert engine.ask(PROMPTS["a"], 2).num_external == 32
 
 
 def test_the_metrics_have_them(start: Callable[..., SimEngine]) -> None:
