@@ -121,8 +121,8 @@ class Completion:
     """One rank's answer to a job. `failed_pages` are indices into the job's keys (for LOOKUP: the keys not found);
     `error` says why, for people. `bytes` moved and `seconds` from start to end, for metrics.
 
-    A PREFETCH of which a part hangs in storage may be answered in parts: `pending_pages` are those of which this answer
-    says nothing; they go on belonging to the job, and the rank answers again.
+    A job of which a part hangs in storage may be answered in parts: `pending_pages` are those of which this answer says
+    nothing; they go on belonging to the job, and the rank answers again.
     """
 
     id: int

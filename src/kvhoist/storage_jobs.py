@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import Completion, Job, JobKind, Shard, StorageKey
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.outcomes import PENDING, PageOutcomes
+from kvhoist.storage.queue import OnPart
 
 
-def start_storage_job(
-    io: StorageIO, arena: HostArena, shard: Shard, job: Job, on_part: Callable[[PageOutcomes], object]
-) -> Future[PageOutcomes]:
-    """Hand a PERSIST, PREFETCH, LOOKUP or DROP job of one rank to the I/O threads; `on_part` as in a prefetch there."""
+def start_storage_job(io: StorageIO, arena: HostArena, shard: Shard, job: Job, on_part: OnPart) -> Future[PageOutcomes]:
+    """Hand a PERSIST, PREFETCH, LOOKUP or DROP job of one rank to the I/O threads; `on_part` as there."""
     keys = [StorageKey(job.page_key(i), shard) for i in range(job.num_pages)]
     blobs = [arena.page(page) for page in job.host_pages]
     if job.kind is JobKind.PERSIST:
-        return io.persist(keys, blobs)
+        return io.persist(keys, blobs, on_part=on_part)
     if job.kind is JobKind.PREFETCH:
         return io.prefetch(keys, blobs, on_part=on_part)
     return io.lookup(keys) if job.kind is JobKind.LOOKUP else io.drop(keys)

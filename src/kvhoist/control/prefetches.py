@@ -19,12 +19,12 @@ class PrefetchStats:
     nobody waited for it any more. useless: it came and left the host tier without ever having been loaded.
     """
 
-    asked_pages: int = 0
-    hit_pages: int = 0
-    late_pages: int = 0
-    cancelled_pages: int = 0
-    useless_pages: int = 0
-    page_bytes: int = 0
+    asked_pages: int
+    hit_pages: int
+    late_pages: int
+    cancelled_pages: int
+    useless_pages: int
+    page_bytes: int
 
     def by_outcome(self) -> dict[str, int]:
         """Return the pages by what they are counted as: asked, hit, late, cancelled, useless."""

@@ -23,7 +23,7 @@ from kvhoist.storage.outcomes import (
     of_each,
     reason_of,
 )
-from kvhoist.storage.queue import Batch, Chunk, ChunkQueue, Urgency
+from kvhoist.storage.queue import Batch, Chunk, ChunkQueue, OnPart, Urgency
 from kvhoist.storage.record import Sealer
 from kvhoist.units import parse_bytes
 
@@ -39,8 +39,10 @@ class StorageIO:
     caller's, alive and (for `persist`) unchanged, until its future is done. A future never carries an exception of the
     store: whatever the store raises is the reason of the pages of that chunk, and the thread lives on. A store that
     fails as a whole again and again, or has not answered a call for `hang_s`, is fenced off: batches fail at once,
-    what waits fails too, and only what hangs stays in use: a prefetch tells its `on_part` what its other parts came to.
-    It is tried again by itself.
+    what waits fails too, and only what hangs stays in use. The store is tried again by itself.
+
+    `on_part`, of a persist or prefetch, is told what the other parts of its batch came to while one hangs: their
+    buffers are the caller's again. It is called in a thread of the pool, maybe once after the future is done.
 
     Order of work: prefetch and lookup before drop before persist, but of four chunks that begin one is a write, if one
     waits: reads never starve persists. With two threads or more one of them never persists. Where a persist would have
@@ -82,20 +84,17 @@ class StorageIO:
     def store(self) -> Store:
         return self._store
 
-    def persist(self, keys: Sequence[StorageKey], blobs: Sequence[Buffer]) -> Future[PageOutcomes]:
+    def persist(
+        self, keys: Sequence[StorageKey], blobs: Sequence[Buffer], *, on_part: OnPart | None = None
+    ) -> Future[PageOutcomes]:
         """Seal and put each blob under its key. What does not fit within `max_queued_pages` fails as QUEUE_FULL."""
-        return self._submit("persist", keys, blobs, Urgency.PERSIST, self._persist)
+        return self._submit("persist", keys, blobs, Urgency.PERSIST, self._persist, on_part)
 
     def prefetch(
-        self,
-        keys: Sequence[StorageKey],
-        buffers: Sequence[Buffer],
-        *,
-        on_part: Callable[[PageOutcomes], object] | None = None,
+        self, keys: Sequence[StorageKey], buffers: Sequence[Buffer], *, on_part: OnPart | None = None
     ) -> Future[PageOutcomes]:
         """Read each page into its buffer and verify it. What fails the check is quarantined; the buffer of a page that
-        is not good holds bytes of no meaning. While a part hangs, `on_part` is told, in a thread of the pool and at
-        times after the future is done, what the others came to: their buffers are the caller's again."""
+        is not good holds bytes of no meaning."""
         return self._submit("prefetch", keys, buffers, Urgency.READ, self._prefetch, on_part)
 
     def lookup(self, keys: Sequence[StorageKey]) -> Future[PageOutcomes]:
@@ -157,7 +156,7 @@ class StorageIO:
         blobs: Sequence[Buffer] | None,
         urgency: Urgency,
         act: Callable[..., list[Reason]],
-        on_part: Callable[[PageOutcomes], object] | None = None,
+        on_part: OnPart | None = None,
     ) -> Future[PageOutcomes]:
         if self._queue.closed:
             raise ClosedError("this storage I/O was closed", remedy="Keep it open as long as the cache is.")

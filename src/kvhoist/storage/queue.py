@@ -13,6 +13,8 @@ from kvhoist.messages import StorageKey
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.outcomes import CANCELLED, PENDING, PageOutcomes
 
+OnPart = Callable[[PageOutcomes], object]
+
 
 class Urgency(IntEnum):
     """Which chunks go first."""
@@ -35,7 +37,7 @@ class Batch:
         num_pages: int,
         clock: Callable[[], float],
         on_cancelled: Callable[[int], None],
-        on_part: Callable[[PageOutcomes], object] | None = None,
+        on_part: OnPart | None = None,
     ) -> None:
         self.future: Future[PageOutcomes] = Future()
         self._reasons: list[str | None] = [PENDING] * num_pages
