@@ -32,7 +32,7 @@ class Acquisition:
         self._limit = len(self._keys)
         self._all_transfers = transfers
         self._for_whom = for_whom
-        self._joined: set[int] = set()
+        self.joined: set[int] = set()
         self._found_in: dict[int, Tier] = {}
         self._ready: list[Entry] = []
         self._arriving: list[int] = []
@@ -76,7 +76,7 @@ class Acquisition:
 
     def leave(self) -> None:
         """Wait for no prefetch any more."""
-        for job_id in self._joined:
+        for job_id in self.joined:
             self._plane.flights.leave(job_id, self.pins)
 
     def only_loads(self, waits: list[Transfer]) -> bool:
@@ -141,9 +141,9 @@ class Acquisition:
         return set() if entry is None else self._join(self._jobs_filling([entry], Tier.DEVICE, Tier.HOST))
 
     def _join(self, job_ids: set[int]) -> set[int]:
-        for job_id in job_ids - self._joined:
+        for job_id in job_ids - self.joined:
             self._plane.flights.join(job_id, self.pins)
-        self._joined |= job_ids
+        self.joined |= job_ids
         return job_ids
 
     def _brings(self, prefetch: Transfer, key: bytes) -> bool:
@@ -196,9 +196,10 @@ def run(
                 acquisition.give_up(late)
             binding.cancel_deserted()
     finally:
-        with lock:
-            acquisition.leave()
-        binding.cancel_deserted()
+        if acquisition.joined:
+            with lock:
+                acquisition.leave()
+            binding.cancel_deserted()
 
 
 def _first_late(waits: list[Transfer], began: float, timeout_s: float, patience_s: float) -> Transfer | None:

@@ -157,7 +157,7 @@ class Prefetching(RuleBasedStateMachine):
 
     @rule(looks=st.integers(0, 3))
     def look(self, looks: int) -> None:
-        self.plane.prefetch_stats(most_looks=looks)
+        self.plane.prefetch_stats(looks)
 
     @rule()
     def compare(self) -> None:
@@ -167,7 +167,7 @@ class Prefetching(RuleBasedStateMachine):
     def adds_up(self) -> None:
         self.plane.take_jobs()
         self.plane.audit()
-        got: dict[str, Any] = self.plane.prefetch_stats(most_looks=0).by_outcome()
+        got: dict[str, Any] = self.plane.prefetch_stats(0).by_outcome()
         assert got["useless"] <= self.expected["useless"]
         assert all(got[name] == self.expected[name] for name in got if name != "useless")
 

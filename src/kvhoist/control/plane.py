@@ -237,9 +237,9 @@ class ControlPlane:
     def explain(self, space: Space, keys: Sequence[bytes], num_tokens: int) -> Explanation:
         return self.directory.explain(space, keys, num_tokens, self.group.page_tokens)
 
-    def prefetch_stats(self, *, most_looks: int | None = None) -> PrefetchStats:
+    def prefetch_stats(self, most_looks: int = 4096) -> PrefetchStats:
         """Return what prefetches were good for; see `Prefetches.stats`."""
-        return self.flights.prefetches.stats(self.group.page_bytes * self.tracker.num_ranks, most_looks=most_looks)
+        return self.flights.prefetches.stats(self.group.page_bytes * self.tracker.num_ranks, most_looks)
 
     def audit(self) -> None:
         """Recount everything. Raises PageIdError naming what does not add up."""

@@ -70,10 +70,10 @@ class Prefetches:
             else:
                 self._useless += 1
 
-    def stats(self, page_bytes: int, *, most_looks: int | None = None) -> PrefetchStats:
-        """Return the counters. With `most_looks` only so many unused pages are looked at for it: those that have left
-        the host tier may be counted a little later."""
-        self.look(len(self._unused) if most_looks is None else most_looks)
+    def stats(self, page_bytes: int, most_looks: int) -> PrefetchStats:
+        """Return the counters. Only `most_looks` unused pages are looked at for it: what of the others has left the
+        host tier is counted a little later."""
+        self.look(most_looks)
         return PrefetchStats(self._asked, self._hit, self._late, self._cancelled, self._useless, page_bytes)
 
     def _forget(self, entries: Sequence[Entry]) -> int:

@@ -106,7 +106,7 @@ class SchedulerCounts:
                 total.update((f"{name}.{kind}", value) for name, value in counters.to_dict().items())
         host = self._plane.directory.stats().tiers[str(Tier.HOST)]
         total["evicted_pages"] = host.evicted_pages
-        prefetches = self._plane.prefetch_stats(most_looks=_MOST_LOOKS)
+        prefetches = self._plane.prefetch_stats(_MOST_LOOKS)
         for outcome, pages in prefetches.by_outcome().items():
             total[f"prefetch_pages.{outcome}"] = pages
             total[f"prefetch_bytes.{outcome}"] = pages * prefetches.page_bytes
