@@ -170,6 +170,7 @@ def ttft(
     prefix: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of a prefix; may be given again. Default: 4k, 16k, 32k.")
     ] = None,
+    attention: Annotated[str, typer.Option(help="An attention implementation of transformers.")] = "kvhoist_sdpa",
     plot: PlotOption = None,
     smoke: SmokeOption = False,
     as_json: JsonOption = False,
@@ -183,7 +184,7 @@ def ttft(
         raise ConfigError("an 8B model on the CPU takes hours", got="--device cpu", choices=["cuda", "cpu --smoke"])
     quiet_transformers()
     what = "times to first token (a minute or two)"
-    _measure("ttft", what, place, plot, as_json, prefixes=prefix or (), smoke=smoke)
+    _measure("ttft", what, place, plot, as_json, prefixes=prefix or (), attention=attention, smoke=smoke)
 
 
 @bench_app.command()
