@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import random
+import shutil
 import socket
 import statistics
 import subprocess
@@ -20,7 +21,6 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,12 +159,13 @@ def _pool(store: MooncakeStore, blobs: Sequence[Buffer], buffers: Sequence[Buffe
 @contextlib.contextmanager
 def _cluster(lent_bytes: int) -> Iterator[MooncakeOptions]:
     """Start a master and a process that lends memory; yields how this process reaches them."""
-    program = Path(sysconfig.get_path("scripts")) / "mooncake_master"
-    if not program.exists():
+    name = "mooncake_master"
+    program = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+    if program is None:
         raise MissingDependencyError("there is no mooncake_master", remedy="Install kvhoist[mooncake].")
     port, metrics_port = _free_port(), _free_port()
     options = MooncakeOptions(f"127.0.0.1:{port}", segment=0)
-    command = [str(program), f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics_port}"]
+    command = [program, f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics_port}"]
     with tempfile.TemporaryFile() as log, contextlib.ExitStack() as undo:
         master = subprocess.Popen(command, stdout=log, stderr=log)
         undo.callback(_end, master)
