@@ -178,7 +178,12 @@ def _cluster(lent_bytes: int) -> Iterator[MooncakeOptions]:
         )
         undo.callback(_end, lender)
         if lender.stdout is None or not lender.stdout.readline():
-            raise StoreUnavailableError("the process that lends memory did not start", got=f"{lent_bytes} bytes")
+            lender.wait(_START_S)
+            log.seek(0)
+            raise StoreUnavailableError(
+                f"the process that lends {lent_bytes} bytes did not start",
+                got=log.read()[-500:].decode(errors="replace"),
+            )
         yield options
 
 
