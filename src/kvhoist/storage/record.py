@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kvhoist.checksum import checksum
 from kvhoist.errors import ConfigError
 from kvhoist.messages import PageKey, Shard, StorageKey
 from kvhoist.storage.base import Buffer
@@ -113,7 +114,7 @@ def blob_bytes_of(header: bytes) -> int:
 
 def is_blob_of(header: bytes, blob: Buffer) -> bool:
     """Tell whether a sound header's checksum is that of `blob`. Proves no signature: that is `Sealer.check`."""
-    return len(blob) == blob_bytes_of(header) and xxhash.xxh3_128_digest(blob) == header[152:168]
+    return len(blob) == blob_bytes_of(header) and checksum(blob) == header[152:168]
 
 
 def written_at_of(header: bytes) -> int:
@@ -159,7 +160,7 @@ class Sealer:
             len(blob),
             int(self._clock() * 1000),
             identity_of(key),
-            xxhash.xxh3_128_digest(blob),
+            checksum(blob),
         )
         body = (fixed + self._mac(fixed, blob)).ljust(_CHECK_AT, b"\0")
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
@@ -169,7 +170,7 @@ class Sealer:
         fault = header_fault(header)
         if fault is not None:
             return fault
-        _, _, flags, _, blob_bytes, _, identity, checksum = _FIXED.unpack_from(header)
+        _, _, flags, _, blob_bytes, _, identity, stated = _FIXED.unpack_from(header)
         if identity != identity_of(key):
             return _misplaced(key, key_of(identity))
         if blob_bytes != len(blob):
@@ -177,7 +178,7 @@ class Sealer:
         signed = bool(flags & _SIGNED)
         if self._mac_key is not None and not signed:
             return "unsigned record, but this store has a secret"
-        if xxhash.xxh3_128_digest(blob) != checksum:
+        if checksum(blob) != stated:
             return "blob damaged: its XXH3-128 differs (torn write or flipped bit)"
         if self._mac_key is None:
             return None

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,6 +20,7 @@ import xxhash
 from kvhoist.errors import StorageError
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.file.direct import ALIGNMENT, Direct
+from kvhoist.storage.file.table import OwnTable
 from kvhoist.storage.file.vectored import read_all, write_all
 from kvhoist.storage.record import HEADER_BYTES
 from kvhoist.units import round_up
@@ -86,8 +85,7 @@ class Segment:
         self._blobs_at = self.file_bytes - num_slots * pitch_bytes
         self._direct = direct
         self._direct_fd = direct.open(fd, writable=writable)
-        self._table_lock = threading.Lock()
-        self._own: memoryview | None = None
+        self._own: OwnTable | None = None
 
     @classmethod
     def create(cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, direct: Direct) -> Segment:
@@ -166,27 +164,25 @@ class Segment:
 
     def keep_table(self, table: bytes) -> None:
         """Keep the headers that the owner read, or none yet, in memory from now on."""
-        own = memoryview(mmap.mmap(-1, self._blobs_at - _GENERATION_AT))
-        own[_TABLE_AT - _GENERATION_AT :][: len(table)] = table
-        self._own = own
+        self._own = OwnTable(table, self._blobs_at - _GENERATION_AT, self._write_own)
 
     def read_headers(self, slot: int, count: int) -> list[bytes]:
         """Return the headers of `count` slots from `slot` on: the owner's as they were written. Raises OSError."""
-        at = _TABLE_AT + slot * HEADER_BYTES
         if self._own is None:
-            table = os.pread(self.fd, count * HEADER_BYTES, at)
+            table = os.pread(self.fd, count * HEADER_BYTES, _TABLE_AT + slot * HEADER_BYTES)
         else:
-            table = bytes(self._own[at - _GENERATION_AT :][: count * HEADER_BYTES])
+            table = self._own.read(slot * HEADER_BYTES, count * HEADER_BYTES)
         return [table[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(count)]
 
     def write_headers(self, slot: int, headers: Sequence[bytes]) -> None:
-        """Write the headers of neighbouring slots; the owner's part. Raises OSError."""
-        self._write_own(b"".join(headers), _TABLE_AT + slot * HEADER_BYTES)
+        """Write the headers of neighbouring slots, then a new generation: readers in other processes see that headers
+        changed. The owner's part. Raises OSError."""
+        self._change(slot, headers, tells=True)
 
     def clear_headers(self, slots: Sequence[int]) -> None:
         """Write zeros over the headers of `slots`, ascending. Raises OSError."""
         for run in runs_of(slots):
-            self.write_headers(run[0], [_NO_HEADER] * len(run))
+            self._change(run[0], [_NO_HEADER] * len(run), tells=False)
 
     def write_blobs(self, slot: int, blobs: Sequence[Buffer]) -> None:
         """Write the blobs of neighbouring slots in one go. Raises OSError."""
@@ -200,12 +196,8 @@ class Segment:
         done = self._direct.read(self._direct_fd, buffers, self.pitch_bytes, offset)
         return done or read_all(self.fd, self._spaced(buffers), offset)
 
-    def bump_generation(self) -> None:
-        """Tell readers in other processes that headers changed; the owner's part. Raises OSError."""
-        self._write_own(time.monotonic_ns().to_bytes(8, "little"), _GENERATION_AT)
-
     def generation(self) -> int:
-        """Return what changes with every `bump_generation`. Raises OSError."""
+        """Return what changes when headers were written. Raises OSError."""
         return int.from_bytes(os.pread(self.fd, 8, _GENERATION_AT), "little")
 
     def sync(self) -> None:
@@ -217,17 +209,13 @@ class Segment:
         if self._direct_fd is not None:
             os.close(self._direct_fd)
 
-    def _write_own(self, data: bytes, offset: int) -> None:
-        """Write into the generation or the table: whole blocks, hence one thread at a time, or through the page cache
-        what has changed."""
+    def _change(self, slot: int, headers: Sequence[bytes], *, tells: bool) -> None:
         assert self._own is not None, "only the owner writes"
-        begin, end = offset - _GENERATION_AT, offset - _GENERATION_AT + len(data)
-        with self._table_lock:
-            self._own[begin:end] = data
-            first = begin - begin % ALIGNMENT
-            blocks = self._own[first : round_up(end, ALIGNMENT)]
-            if not self._direct.write(self._direct_fd, [blocks], len(blocks), _GENERATION_AT + first):
-                write_all(self.fd, [self._own[begin:end]], offset)
+        self._own.write(b"".join(headers), slot * HEADER_BYTES, tells=tells)
+
+    def _write_own(self, blocks: Buffer, offset: int) -> None:
+        if not self._direct.write(self._direct_fd, [blocks], len(blocks), _GENERATION_AT + offset):
+            write_all(self.fd, [blocks], _GENERATION_AT + offset)
 
     def _spaced(self, blobs: Sequence[Buffer]) -> list[Buffer]:
         """Put what is between the end of each blob and the next slot between the blobs."""

@@ -118,7 +118,6 @@ class Writer:
         good: set[int] = set()
         try:
             good = self._store(shelf, pages)
-            self._tell_others(shelf)
         finally:
             with self._lock:
                 shelf.num_writing -= len(pages)
@@ -152,12 +151,6 @@ class Writer:
             self._note_failure(error, len(good))
             return set()
         return set(good)
-
-    def _tell_others(self, shelf: Shelf) -> None:
-        try:
-            shelf.segment.bump_generation()
-        except OSError as error:  # the pages are there; other processes see them with the next change
-            _log.warning("other processes cannot see new pages of %s yet: %s", shelf.segment.path, error)
 
     def _each_run(self, slots: Sequence[int], act: Callable[[Sequence[int]], None]) -> list[int]:
         """Run `act` on each run of neighbouring slots, slot by slot where that fails; return the good slots."""
