@@ -23,6 +23,7 @@ class Disk:
     def __init__(self) -> None:
         self.bytes = bytearray(BLOCKS * ALIGNMENT)
         self.offsets: list[int] = []
+        self.tellings: list[int] = []
         self.fails_at: int | None = None
         self.entered, self._go = threading.Event(), threading.Event()
         self._go.set()
@@ -36,6 +37,8 @@ class Disk:
         if self.fails_at == offset:
             raise OSError(5, "this disk broke")
         self.bytes[offset : offset + len(blocks)] = blocks
+        if offset == 0:
+            self.tellings.append(int.from_bytes(blocks[:8], "little"))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -64,11 +67,13 @@ def test_a_change_reaches_the_disk_in_whole_blocks_and_the_generation_after_it()
     assert disk.bytes[:8] == told
 
 
-def write_behind_a_held_one(disk: Disk, table: OwnTable, fails_at: int | None = None) -> list[BaseException | None]:
+def write_behind_a_held_one(
+    disk: Disk, table: OwnTable, fails_at: int | None = None, *, tells: bool = False
+) -> list[BaseException | None]:
     """Change four neighbouring blocks while a write of another one is under way; return what each thread raised."""
     with ThreadPoolExecutor(5) as pool:
         with disk.held():
-            first = pool.submit(table.write, b"first", 4 * ALIGNMENT, tells=False)
+            first = pool.submit(table.write, b"first", 4 * ALIGNMENT, tells=tells)
             assert disk.entered.wait(PATIENCE_S)
             rest = [pool.submit(table.write, b"%d" % i * 9, i * ALIGNMENT, tells=i == 2) for i in range(4)]
             until = time.monotonic() + PATIENCE_S
@@ -85,6 +90,21 @@ def test_changes_that_come_while_one_is_written_share_the_next_write() -> None:
     assert disk.offsets == [5 * ALIGNMENT, ALIGNMENT, 0]
     for i in range(4):
         assert disk.bytes[(i + 1) * ALIGNMENT :][:9] == b"%d" % i * 9
+
+
+def test_a_generation_that_others_need_not_wait_for_goes_with_their_headers() -> None:
+    disk = Disk()
+    assert write_behind_a_held_one(disk, table_over(disk), tells=True) == [None] * 4
+    assert disk.offsets == [5 * ALIGNMENT, 0, 0]
+    told = disk.tellings
+    assert len(told) == 2, "once with the four headers, of the first; once after them"
+    assert told == sorted(set(told))
+
+
+def test_a_generation_is_told_though_the_write_that_carried_it_failed() -> None:
+    disk = Disk()
+    assert all(write_behind_a_held_one(disk, table_over(disk), fails_at=0, tells=True))
+    assert disk.offsets == [5 * ALIGNMENT, 0, 0]
 
 
 def test_a_shared_write_that_fails_fails_for_all_and_the_next_one_mends_it() -> None:
