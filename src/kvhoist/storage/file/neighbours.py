@@ -21,9 +21,10 @@ import numpy as np
 from kvhoist.storage.file.direct import Direct
 from kvhoist.storage.file.duplicates import Found, without_duplicates
 from kvhoist.storage.file.folder import Folder
-from kvhoist.storage.file.index import Index, Place, Shelf
+from kvhoist.storage.file.index import Index
 from kvhoist.storage.file.scan import last_words, scan_slots, used_slots
 from kvhoist.storage.file.segment import SUFFIX, UNFINISHED_SUFFIX, Segment, SegmentFault
+from kvhoist.storage.file.shelf import Place, Shelf
 
 _ORPHAN_CHECK_S = 10.0
 _ORPHAN_KEEP_S = 7 * 86400.0
@@ -202,8 +203,7 @@ class Neighbours:
                 self._index.give_back(place, stale=True)
 
     def _publish_first(self, identity: bytes, place: Place) -> None:
-        before = self._index.find(identity)
-        held = before is not None and before.shelf.owned
+        held = (before := self._index.find(identity)) is not None and before.shelf.owned
         self._index.give_back(place, stale=True) if held else self._index.publish(identity, place)
 
     def _read_owned(self, segment: Segment) -> tuple[Shelf, list[tuple[int, int, bytes]]]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.file.direct import Direct
 from kvhoist.storage.file.folder import Folder
-from kvhoist.storage.file.index import Index, Place, Shelf
+from kvhoist.storage.file.index import Index
 from kvhoist.storage.file.segment import Segment, is_no_space, pitch_of, runs_of, slots_that_fit
+from kvhoist.storage.file.shelf import Place, Shelf
 from kvhoist.storage.file.sync import Syncer
 
 _FULL_DISK_PAUSE_S = 5.0
