@@ -142,7 +142,7 @@ class Neighbours:
     def _paths(self, suffix: str) -> list[Path]:
         if self._read_only and not self._folder.segments.exists():
             return []
-        return [Path(entry.path) for entry in os.scandir(self._folder.segments) if entry.name.endswith(suffix)]
+        return self._folder.segment_files(suffix)
 
     def _find_new(self) -> None:
         with self._grow_lock:  # else a segment that the writer just made would look like another's
@@ -285,7 +285,7 @@ class Neighbours:
 def _delete_orphan(path: Path) -> bool:
     """Delete a file that no process holds the lock of; tell whether it is gone."""
     try:
-        fd = os.open(path, os.O_RDWR)
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
         return True
     except OSError:

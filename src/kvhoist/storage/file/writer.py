@@ -209,8 +209,9 @@ class Writer:
         wanted = num_slots
         while num_slots:
             try:
+                folder = self._folder
                 segment = Segment.create(
-                    self._folder.segments, self._folder.store_id, pitch_bytes, num_slots, self._direct
+                    folder.segments, folder.store_id, pitch_bytes, num_slots, self._direct, folder.file_mode
                 )
             except OSError as error:
                 num_slots = num_slots // 4 if is_no_space(error) else 0
