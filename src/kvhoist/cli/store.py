@@ -133,13 +133,14 @@ def _row(summary: NamespaceSummary) -> dict[str, Any]:
 
 
 def _text(field: str) -> str:
-    """Return a namespace field's text: fields are JSON, and a long one is a hash. What a stranger wrote stays as it
-    is: it may be no JSON, or have characters that a terminal obeys."""
+    """Return a namespace field's text: fields are JSON, and a long one is a hash. What a stranger wrote may be no JSON,
+    or long, or have characters that a terminal obeys."""
     try:
         text = str(json.loads(field))
     except (ValueError, RecursionError):
         text = field
-    return (text if text.isprintable() else field)[:_MAX_SHOWN_CHARS]
+    text = text[:_MAX_SHOWN_CHARS]
+    return text if text.isprintable() else repr(text)
 
 
 def _age(seconds: float) -> str:
