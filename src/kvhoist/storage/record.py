@@ -42,10 +42,13 @@ _SIGNED = 1
 _IDENTITY = struct.Struct("<32s3IB11x64s")
 _FIXED = struct.Struct("<8sHHIQQ120s16s")
 _PREFIX = struct.Struct("<8sH")
+_SHAPE = struct.Struct("<HI")
 _CHECK_AT = HEADER_BYTES - 8
 _MAC = slice(_FIXED.size, _FIXED.size + 32)
 _NO_MAC = bytes(32)
 _NAMESPACE_BYTES = 32
+_LENGTH_AT = 44
+_CHAIN_HASH_AT = _IDENTITY.size - MAX_CHAIN_HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,13 @@ def key_of(identity: bytes) -> StorageKey:
     return StorageKey(PageKey(namespace, group, chain_hash[:length]), Shard(rank, num_ranks))
 
 
+def _is_identity(packed: bytes) -> bool:
+    """Tell whether `identity_of` can have packed these bytes."""
+    length = packed[_LENGTH_AT]
+    spare = packed[_LENGTH_AT + 1 : _CHAIN_HASH_AT], packed[_CHAIN_HASH_AT + length :]
+    return 0 < length <= MAX_CHAIN_HASH_BYTES and not any(map(any, spare))
+
+
 def namespace_of(identity: bytes) -> bytes:
     """Return the namespace digest inside `identity_of(key)`."""
     return identity[:_NAMESPACE_BYTES]
@@ -96,6 +106,9 @@ def header_fault(header: bytes) -> str | None:
         return f"record version {version}, this kvhoist reads version {RECORD_VERSION}"
     if xxhash.xxh3_64_intdigest(header[:_CHECK_AT]) != int.from_bytes(header[_CHECK_AT:], "little"):
         return "header damaged: its own check differs (torn write or flipped bit)"
+    flags, header_bytes = _SHAPE.unpack_from(header, _PREFIX.size)
+    if flags & ~_SIGNED or header_bytes != HEADER_BYTES or not _is_identity(header[IDENTITY]):
+        return "header impossible: flags, length or key that this version does not write"
     return None
 
 

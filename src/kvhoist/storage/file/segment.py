@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import struct
 import time
 from collections.abc import Sequence
@@ -88,16 +89,15 @@ class Segment:
         self._own: OwnTable | None = None
 
     @classmethod
-    def create(cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, direct: Direct) -> Segment:
+    def create(
+        cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, direct: Direct, mode: int = 0o600
+    ) -> Segment:
         """Make, lock and preallocate a segment in `folder`; it appears under its name when it is whole and durable, so
-        that a power cut never costs a segment.
-
-        Raises OSError (ENOSPC for a full disk) and leaves nothing behind then.
-        """
+        that a power cut never costs a segment. Raises OSError (ENOSPC for a full disk) and leaves nothing then."""
         segment_id = secrets.token_bytes(16)
         path = folder / (segment_id.hex() + SUFFIX)
         unfinished = path.with_suffix(UNFINISHED_SUFFIX)
-        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o660)
+        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
         segment = None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,10 +118,10 @@ class Segment:
     @classmethod
     def open(cls, path: Path, store_id: bytes, direct: Direct, *, writable: bool) -> Segment:
         """Open a segment of the store `store_id`. Raises SegmentFault where it is none, OSError where unreadable."""
-        # Not blocking: what lies here under a segment's name may be a pipe.
-        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK)
+        # What lies here under a segment's name may be a pipe, which would block, or lead out of the folder.
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
-            pitch_bytes, num_slots = _read_superblock(os.pread(fd, ALIGNMENT, 0), path.stem, store_id)
+            pitch_bytes, num_slots = _read_superblock(fd, path.stem, store_id)
         except BaseException:
             os.close(fd)
             raise
@@ -262,8 +262,11 @@ def is_no_space(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _read_superblock(block: bytes, stem: str, store_id: bytes) -> tuple[int, int]:
-    if len(block) < ALIGNMENT:
+def _read_superblock(fd: int, stem: str, store_id: bytes) -> tuple[int, int]:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise SegmentFault("no regular file")
+    if len(block := os.pread(fd, ALIGNMENT, 0)) < ALIGNMENT:
         raise SegmentFault("truncated inside of its superblock", damaged=True)
     magic, version = _PREFIX.unpack_from(block)
     if magic != _MAGIC:
@@ -280,4 +283,6 @@ def _read_superblock(block: bytes, stem: str, store_id: bytes) -> tuple[int, int
     fits = 0 < pitch_bytes <= MAX_PITCH_BYTES and pitch_bytes % ALIGNMENT == 0 and 0 < num_slots <= MAX_SLOTS
     if not fits or (table_at, blobs_at) != (_TABLE_AT, file_bytes_of(pitch_bytes, num_slots) - num_slots * pitch_bytes):
         raise SegmentFault(f"an impossible shape: {num_slots} slots of {pitch_bytes} bytes from {blobs_at} on")
+    if status.st_size < blobs_at:  # neither memory nor time is spent on slots that a few bytes only speak of
+        raise SegmentFault("truncated inside of its table", damaged=True)
     return pitch_bytes, num_slots
