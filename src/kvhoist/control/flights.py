@@ -187,16 +187,14 @@ class Flights:
             filling = self._filling[fills]
             for entry in entries:
                 del filling[entry]
-        why = f"{job.kind}: {finished.error or 'no reason given'}"
         if fills is Tier.STORAGE:
             self._directory.set_stored(flight.space, [entry.key for entry in good], True)
-            self._directory.note_unstored(flight.space, [entry.key for entry in bad], why)
         elif fills is not None:
             good = self._publish(flight, good, fills)
             if job.kind is JobKind.PREFETCH:
                 self.prefetches.arrive(good, late=flight.deserted)
-            if bad:
-                self._fail(finished, flight.space, bad, fills, why)
+        if bad and fills is not None:
+            self._fail(finished, flight.space, bad, fills)
         reads = self._tier_read.get(job.kind)
         if reads is not None:
             self._directory.unpin(entries, reads)
@@ -234,16 +232,19 @@ class Flights:
             if kind is JobKind.PREFETCH:
                 self.prefetches.ask(entries)
 
-    def _fail(self, finished: Finished, space: Space, entries: list[Entry], tier: Tier, reason: str) -> None:
+    def _fail(self, finished: Finished, space: Space, entries: list[Entry], tier: Tier) -> None:
         """Give pages up. Those that storage could not give are not hinted there any more; of a cancelled prefetch that
         is not known."""
-        self._directory.fail(entries, tier, reason)
-        if finished.job.kind is not JobKind.PREFETCH:
+        reason = f"{finished.job.kind}: {finished.error or 'no reason given'}"
+        keys = [entry.key for entry in entries]
+        if tier is Tier.STORAGE:
+            self._directory.note_unstored(space, keys, reason)
             return
+        self._directory.fail(entries, tier, reason)
         if finished.cancelled:
             self.prefetches.cancel(len(entries))
-        else:
-            self._directory.set_stored(space, [entry.key for entry in entries], False, reason)
+        elif finished.job.kind is JobKind.PREFETCH:
+            self._directory.set_stored(space, keys, False, reason)
 
     def _book_lookup(self, flight: _Flight, job: Job, missing: frozenset[int]) -> None:
         found = min(missing, default=job.num_pages)
