@@ -48,6 +48,7 @@ class Acquisition:
         if len(entries) < self._limit:
             job_ids |= self._coming(self._keys[len(entries)])
         dispatch()
+        job_ids = {job_id for job_id in job_ids if not self._plane.flights.hangs(job_id)}
         waits = [self._all_transfers[job_id] for job_id in sorted(job_ids) if job_id in self._all_transfers]
         # What others have cancelled is not a failure: it is fetched again.
         lasting = [transfer for transfer in waits if not self._plane.flights.is_cancelled(transfer.job.id)]

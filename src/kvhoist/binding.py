@@ -57,9 +57,8 @@ class Binding:
         self.lock = threading.RLock()
         self.transfers: dict[int, Transfer] = {}
         self.num_device_blocks = device.layout.num_units
-        self.num_device_pages = self.num_device_blocks // (
-            group.blocks_per_page if device.layout.unit is Unit.BLOCK else 1
-        )
+        per_page = group.blocks_per_page if device.layout.unit is Unit.BLOCK else 1
+        self.num_device_pages = self.num_device_blocks // per_page
         self.num_store_errors = 0
         self._noting: list[Future[PageOutcomes]] = []
         self._pid = os.getpid()
@@ -296,5 +295,6 @@ class Binding:
             try:
                 self.plane.complete(completion)
             finally:
-                self.transfers.pop(completion.id, None)
+                if not completion.pending_pages:
+                    self.transfers.pop(completion.id, None)
                 self.dispatch()

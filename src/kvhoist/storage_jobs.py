@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import Completion, Job, JobKind, Shard, StorageKey
 from kvhoist.storage.io import StorageIO
-from kvhoist.storage.outcomes import PENDING, PageOutcomes
+from kvhoist.storage.outcomes import PageOutcomes
 from kvhoist.storage.queue import OnPart
 
 
@@ -24,8 +24,7 @@ def start_storage_job(io: StorageIO, arena: HostArena, shard: Shard, job: Job, o
 
 def answer_of(job: Job, rank: int, outcomes: PageOutcomes) -> Completion:
     """Return a rank's answer to its job, or to those of its pages that are not pending."""
-    pending = outcomes.pending_pages
-    failed = tuple(page for page in outcomes.failed_pages if outcomes.reasons[page] != PENDING)
+    failed, pending = outcomes.failed_pages, outcomes.pending_pages
     return Completion(job.id, rank, failed, outcomes.error, outcomes.bytes, outcomes.seconds, pending)
 
 

@@ -117,6 +117,10 @@ class Flights:
     def is_cancelled(self, job_id: int) -> bool:
         return job_id in self._flights and self._tracker.is_cancelled(job_id)
 
+    def hangs(self, job_id: int) -> bool:
+        """Tell whether the job has brought all that it will bring for now, and the rest hangs in storage."""
+        return job_id in self._flights and self._tracker.hangs(job_id)
+
     def send(self, kind: JobKind, space: Space, entries: list[Entry], device_blocks: Sequence[int]) -> Job | None:
         """Open a job over `entries`, reserved where it fills a tier of pages. When it cannot be opened (ConfigError:
         blocks that do not fit, no rank left) the reservations are taken back."""

@@ -130,6 +130,10 @@ class JobTracker:
     def is_cancelled(self, job_id: int) -> bool:
         return self._open[job_id].cancelled
 
+    def hangs(self, job_id: int) -> bool:
+        """Tell whether a part of an open job is finished: the ranks say so only where the rest hangs."""
+        return bool(self._open[job_id].settled)
+
     def lose_rank(self, rank: int) -> list[Finished]:
         """Declare a rank dead and return the jobs that this finishes. Idempotent."""
         if not 0 <= rank < self.num_ranks:

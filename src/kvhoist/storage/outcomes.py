@@ -36,7 +36,7 @@ class PageOutcomes:
     @property
     def failed_pages(self) -> tuple[int, ...]:
         """Indices of the pages that are not good, ascending."""
-        return tuple(i for i, reason in enumerate(self.reasons) if reason is not None)
+        return tuple(i for i, reason in enumerate(self.reasons) if reason is not None and reason != PENDING)
 
     @property
     def pending_pages(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class PageOutcomes:
     @property
     def error(self) -> str | None:
         """All reasons in one line, most frequent first (`"3 x missing; 1 x …"`), or None where every page is good."""
-        counts = Counter(reason for reason in self.reasons if reason is not None)
+        counts = Counter(reason for reason in self.reasons if reason is not None and reason != PENDING)
         return "; ".join(f"{count} x {reason}" for reason, count in counts.most_common()) or None
 
 

@@ -139,7 +139,7 @@ def test_what_came_is_loaded_though_storage_hangs_in_one_page(
     start: Callable[..., SimEngine], ranks: dict[str, int]
 ) -> None:
     """In the third page of the prompt, and on the last rank only."""
-    engine = start(io_threads=4, prefetch_timeout_s=1.0, **ranks)
+    engine = start(io_threads=4, prefetch_policy="wait_complete", **ranks)
     last = parts_of(engine)[-1]
     for part in parts_of(engine):
         part._io._breaker._hang_s = 0.1

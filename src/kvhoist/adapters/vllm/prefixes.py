@@ -89,7 +89,7 @@ class Prefixes:
         if not self._plane.flights.is_open(state.waits_for):
             state.waits_for = None
             return True
-        if self._clock() < state.deadline:
+        if self._clock() < state.deadline and not self._plane.flights.hangs(state.waits_for):
             return False
         if state.pins is not None:
             self._plane.flights.leave(state.waits_for, state.pins)
@@ -120,6 +120,8 @@ class Prefixes:
         if entry is None or entry.is_ready(Tier.HOST):
             return self._ask(space, state, keys, page, last_page) if entry is None else None
         filling = self._plane.flights.job_filling(entry, Tier.HOST)
+        if filling is not None and self._plane.flights.hangs(filling):
+            return None
         if filling is not None:
             return self._await_pages(state, filling, last_page - page)
         if not entry.is_ready(Tier.STORAGE):
