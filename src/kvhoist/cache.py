@@ -67,7 +67,6 @@ class HierarchicalCache(TierMoves):
             )
         binding = Binding(group, device, host_bytes, store, config, engine_stream)
         super().__init__(binding, config, group, disabled=disabled)
-        self._noted: set[bytes] = set()
         self.space(namespace)
 
     # -- what is there ---------------------------------------------------------------------------------------------
@@ -81,12 +80,8 @@ class HierarchicalCache(TierMoves):
         chosen = self.namespace if namespace is None else _namespace(namespace)
         with self._lock:
             self._binding.check_open()
-            space = self._plane.space(chosen)
-            new = chosen.digest not in self._noted
-            self._noted.add(chosen.digest)
-        if new:
-            self._binding.note(chosen)
-        return space
+            self._binding.slot.note(chosen)
+            return self._plane.space(chosen)
 
     def match(
         self,
@@ -255,7 +250,7 @@ class HierarchicalCache(TierMoves):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _ask_other_namespaces(self, match: Match) -> None:
-        others = self._binding.noted()
+        others = self._binding.slot.noted()
         with self._lock:
             spaces = [self._plane.space(other) for other in others if other != match.space.namespace]
             jobs = [self._plane.lookup(space, match.keys, 0) for space in spaces]

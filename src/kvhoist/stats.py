@@ -16,7 +16,8 @@ class CacheStats:
     """Counters since the cache was opened, gauges where the name says num_ or open_.
 
     jobs: by kind (`offload`, `load`, …) the jobs, pages, failed_pages, bytes and seconds of what finished.
-    directory: pages and page states by tier, hits, evictions. storage and store: None without one.
+    directory: pages and page states by tier, hits, evictions. storage and store: of the store that is attached, since
+    then; None without one. store_state: which it is, or since when there is none, for people.
     num_store_errors: calls of the store outside of jobs (namespaces, stats, close) that raised.
     """
 
@@ -28,7 +29,26 @@ class CacheStats:
     num_mismatches: int
     host_bytes: int
     page_bytes: int
+    store_state: str
     num_store_errors: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DetachReport:
+    """What detaching the store `store` came to: pages that were still written to it, pages whose writing was cancelled
+    or failed, and pages that a call had in hand which had not returned. `memory_kept`: such calls keep their pages of
+    the host tier, and the store stays open, until they return."""
+
+    store: str
+    persisted_pages: int
+    lost_pages: int
+    hung_pages: int
+    memory_kept: bool
+    seconds: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

@@ -11,11 +11,8 @@ from kvhoist.storage.outcomes import PageOutcomes
 
 
 def start_storage_job(io: StorageIO, arena: HostArena, shard: Shard, job: Job) -> Future[PageOutcomes]:
-    """Hand a PERSIST, PREFETCH, LOOKUP or DROP job of one rank to the I/O threads."""
+    """Hand a PREFETCH, LOOKUP or DROP job of one rank to the I/O threads."""
     keys = [StorageKey(job.page_key(i), shard) for i in range(job.num_pages)]
-    blobs = [arena.page(page) for page in job.host_pages]
-    if job.kind is JobKind.PERSIST:
-        return io.persist(keys, blobs)
     if job.kind is JobKind.PREFETCH:
-        return io.prefetch(keys, blobs)
+        return io.prefetch(keys, [arena.page(page) for page in job.host_pages])
     return io.lookup(keys) if job.kind is JobKind.LOOKUP else io.drop(keys)

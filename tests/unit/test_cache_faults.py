@@ -344,9 +344,9 @@ def test_a_store_that_fails_outside_of_jobs_costs_nothing_but_is_counted():
         stats = engine.cache.stats()
         assert stats.store is None
         assert stats.num_store_errors == 4
-        engine.cache._binding._owns_store = True
+        engine.cache._binding.slot.current.owned = True
     assert engine.cache._binding.arena.closed
-    assert engine.cache._binding.num_store_errors == 5
+    assert engine.cache._binding.slot.num_errors == 5
 
 
 def test_fields_of_a_namespace_that_mean_nothing_do_not_stop_explain():
@@ -374,7 +374,7 @@ def test_a_job_that_the_storage_io_does_not_take_fails_and_is_forgotten(monkeypa
         def refuse(*_: Any) -> None:
             raise MemoryError("planted")
 
-        monkeypatch.setattr(engine.cache._binding.io, "persist", refuse)
+        monkeypatch.setattr(engine.cache._binding.slot.current.io, "persist", refuse)
         engine.run(PROMPT)
         assert engine.cache.flush(10)
         assert engine.cache.stats().open_jobs == 0
@@ -601,11 +601,11 @@ def test_closing_a_cache_does_not_wait_for_its_store_to_finish_calls_that_hang(m
             self.closed.set()
 
     store = Hangs("1MiB")
-    monkeypatch.setattr("kvhoist.binding.open_store", lambda _: store)
+    monkeypatch.setattr("kvhoist.attached_store.open_store", lambda _: store)
     engine = TinyEngine(device_pages=24, host_pages=24, store="memory:", config=CacheConfig(device_owned=False))
     engine.cache.write(engine.cache.match(LONG), list(range(10)))
     assert store.inside.wait(30)
     assert engine.cache.close(drain=False, timeout_s=1).memory_kept
-    assert engine.cache._binding.num_store_errors == 0, "it was waited for until it gave up"
+    assert engine.cache._binding.slot.num_errors == 0, "it was waited for until it gave up"
     store.gate.set()
     assert store.closed.wait(30)

@@ -29,6 +29,7 @@ class _Flight:
     entries: list[Entry]
     joined: list[Pins] = field(default_factory=list)
     chain: Sequence[bytes] = ()  # of a LOOKUP: the whole chain, whose tail was asked for
+    stale: bool = False  # storage was given up since: what it did there counts for nothing
 
 
 @dataclass(slots=True)
@@ -124,6 +125,12 @@ class Flights:
         self._outbox.append(job)
         return job
 
+    def forget_storage(self) -> None:
+        """Book nothing of what jobs under way find or write in storage. Their pages and pins are settled as ever."""
+        self._filling[Tier.STORAGE].clear()
+        for flight in self._flights.values():
+            flight.stale = True
+
     def settle(self, finished: Finished) -> list[Entry]:
         """Publish and fail what the job filled, give its pins back, and return the pages that reached the host."""
         job = finished.job
@@ -137,23 +144,23 @@ class Flights:
         counters.seconds += finished.seconds
         if job.kind is JobKind.LOOKUP:
             self.num_asked -= 1
-            self._book_lookup(flight, job, finished.failed_pages)
+            if not flight.stale:
+                self._book_lookup(flight, job, finished.failed_pages)
             return []
         fills = self._tier_filled.get(job.kind)
         good, bad = flight.entries, []
         if finished.failed_pages:
             good = [entry for i, entry in enumerate(flight.entries) if i not in finished.failed_pages]
             bad = [entry for i, entry in enumerate(flight.entries) if i in finished.failed_pages]
-        if fills is not None:
+        if fills is Tier.STORAGE:
+            self._book_persist(flight, good)
+        elif fills is not None:
             filling = self._filling[fills]
             for entry in flight.entries:
                 del filling[entry]
-        if fills is Tier.STORAGE:
-            self._directory.set_stored(flight.space, [entry.key for entry in good], True)
-        elif fills is not None:
             good = self._publish(flight, good, fills)
             if bad:
-                self._fail(job, flight.space, bad, fills, f"{job.kind}: {finished.error or 'no reason given'}")
+                self._fail(job, flight, bad, fills, f"{job.kind}: {finished.error or 'no reason given'}")
         reads = self._tier_read.get(job.kind)
         if reads is not None:
             self._directory.unpin(flight.entries, reads)
@@ -180,12 +187,19 @@ class Flights:
         self._directory.unpin(cleared, tier)
         return published
 
-    def _fail(self, job: Job, space: Space, entries: list[Entry], tier: Tier, reason: str) -> None:
+    def _book_persist(self, flight: _Flight, good: list[Entry]) -> None:
+        if not flight.stale:
+            filling = self._filling[Tier.STORAGE]
+            for entry in flight.entries:
+                del filling[entry]
+            self._directory.set_stored(flight.space, [entry.key for entry in good], True)
+
+    def _fail(self, job: Job, flight: _Flight, entries: list[Entry], tier: Tier, reason: str) -> None:
         """Give pages up; those that storage could not give are not hinted there any more."""
         keys = [entry.key for entry in entries]
         self._directory.fail(entries, tier, reason)
-        if job.kind is JobKind.PREFETCH:
-            self._directory.set_stored(space, keys, False, reason)
+        if job.kind is JobKind.PREFETCH and not flight.stale:
+            self._directory.set_stored(flight.space, keys, False, reason)
 
     def _book_lookup(self, flight: _Flight, job: Job, missing: frozenset[int]) -> None:
         found = min(missing, default=job.num_pages)

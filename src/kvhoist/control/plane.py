@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvhoist.control.directory import Directory, Space
 from kvhoist.control.entry import Entry
@@ -51,6 +52,7 @@ class ControlPlane:
         self.flights = Flights(directory, self.tracker, device_owned=device_owned)
         self._offers = Offers(directory, policy, group.blocks_per_page)
         self.lookups = Lookups(self.flights, clock, lookup_ttl_s)
+        self._catches_up = False
 
     def space(self, namespace: Namespace, group_index: int = 0) -> Space:
         return self.directory.space(namespace, group_index)
@@ -139,6 +141,8 @@ class ControlPlane:
             if len(entries) < stop - start or not all(entry.flags & host for entry in entries):
                 entries = [self._ready_host(space, key) for key in keys[start:stop]]
             self.directory.touch(path)
+            if self._catches_up:
+                self.persist(path)
             return self.flights.send(JobKind.LOAD, space, entries, device_blocks)
         for key in keys[start:stop]:
             self._ready_host(space, key)
@@ -146,10 +150,12 @@ class ControlPlane:
         return self.flights.send(JobKind.LOAD, space, entries, self._owned_blocks(entries))
 
     def prefetch(self, space: Space, keys: Sequence[bytes], start: int, stop: int, *, for_whom: str = "") -> Job | None:
-        """Read those of keys[start:stop] that the host tier lacks from storage; None where none is lacking or fits."""
-        return self.flights.send(
-            JobKind.PREFETCH, space, self.directory.reserve(space, keys, start, stop, Tier.HOST, for_whom=for_whom), ()
-        )
+        """Read those of keys[start:stop] that the host tier lacks from storage; None where none is lacking or fits, or
+        storage was detached."""
+        if not self.has_storage:
+            return None
+        entries = self.directory.reserve(space, keys, start, stop, Tier.HOST, for_whom=for_whom)
+        return self.flights.send(JobKind.PREFETCH, space, entries, ())
 
     def persist(self, entries: Sequence[Entry]) -> Job | None:
         """Write those of `entries` that the host tier has and storage is not known to hold; None for nothing."""
@@ -235,8 +241,20 @@ class ControlPlane:
         self.lookups.forget()
         return self.directory.clear(space)
 
+    def attach_storage(self, *, persists: bool) -> None:
+        """Use storage, of which nothing is known yet. With `persists`, what the host tier holds is written there as it
+        is hit. Not before `directory.drop_hints` has left none of another storage."""
+        self.has_storage, self.persists, self._catches_up = True, persists, persists
+
+    def detach_storage(self) -> None:
+        """Use storage no more; jobs under way tell nothing of it. Its hints go by `directory.drop_hints`."""
+        self.has_storage = self.persists = self._catches_up = False
+        self.lookups.forget()
+        self.flights.forget_storage()
+
     def explain(self, space: Space, keys: Sequence[bytes], num_tokens: int) -> Explanation:
-        return self.directory.explain(space, keys, num_tokens, self.group.page_tokens)
+        explanation = self.directory.explain(space, keys, num_tokens, self.group.page_tokens)
+        return explanation if self.has_storage else replace(explanation, has_storage=False)
 
     def audit(self) -> None:
         """Recount everything. Raises PageIdError naming what does not add up."""
