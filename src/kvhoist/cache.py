@@ -23,6 +23,8 @@ from kvhoist.errors import ConfigError, GeometryError, UnsupportedGeometryError
 from kvhoist.geometry import CacheGeometry, CacheGroup
 from kvhoist.lease import Lease, Match, Reservation
 from kvhoist.moves import TierMoves
+from kvhoist.runtime import RuntimeServer
+from kvhoist.served_cache import ServedCache
 from kvhoist.settings import Settings
 from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
@@ -68,6 +70,7 @@ class HierarchicalCache(TierMoves):
         binding = Binding(group, device, host_bytes, store, config, engine_stream)
         super().__init__(binding, config, group, disabled=disabled)
         self.space(namespace)
+        self._server = None if disabled else RuntimeServer.open(ServedCache(binding, namespace))
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
@@ -235,6 +238,8 @@ class HierarchicalCache(TierMoves):
         Idempotent; returns the first call's report. Raises PageIdError when the books do not add up."""
         limit = seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + limit
+        if self._server is not None:
+            self._server.close()
         if drain and not self._binding.closing and not self._binding.forked:
             self.flush(limit)
         return self._binding.close(drain=drain, timeout_s=max(0.0, deadline - time.monotonic()))

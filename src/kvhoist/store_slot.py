@@ -82,7 +82,7 @@ class StoreSlot:
             except BaseException:
                 attached.close(drain=False, timeout_s=1.0)
                 raise
-        _log.warning("store %s is attached", attached.name)
+        _log.info("store %s is attached", attached.name)
         return attached
 
     def detach(
@@ -110,7 +110,12 @@ class StoreSlot:
             with self._lock:
                 left = [job for job in plane.tracker.jobs() if job.kind in _ON_ITS_WAY]
                 self._let_go = [one for one in self._let_go if not (ended and one is attached)]
-        _log.warning("store %s is detached%s", attached.name, "" if ended else ", but a call of it hangs")
+        _log.log(
+            logging.INFO if ended else logging.WARNING,
+            "store %s is detached%s",
+            attached.name,
+            "" if ended else ", but one of its calls has not returned and keeps its pages",
+        )
         return DetachReport(
             attached.name,
             persisted_pages=persists.pages - written,
