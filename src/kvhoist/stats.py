@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvhoist.control.directory_stats import DirectoryStats
+from kvhoist.control.plane import ControlPlane
+from kvhoist.messages import JobKind
 from kvhoist.storage.base import StoreStats
 from kvhoist.storage.io import StorageIOStats
 
@@ -53,6 +56,28 @@ class DetachReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return asdict(self)
+
+
+class DetachTally:
+    """Counts from now on for the report of detaching the store `store`. Called where the plane may be."""
+
+    def __init__(self, store: str, plane: ControlPlane) -> None:
+        self._store = store
+        self._plane = plane
+        self._persists = plane.flights.counters[JobKind.PERSIST]
+        self._written, self._failed = self._persists.pages, self._persists.failed_pages
+        self._started = time.monotonic()
+
+    def report(self, memory_kept: bool) -> DetachReport:
+        left = [job for job in self._plane.tracker.jobs() if job.kind in (JobKind.PERSIST, JobKind.PREFETCH)]
+        return DetachReport(
+            self._store,
+            persisted_pages=self._persists.pages - self._written,
+            lost_pages=self._persists.failed_pages - self._failed,
+            hung_pages=sum(job.num_pages for job in left) if memory_kept else 0,
+            memory_kept=memory_kept,
+            seconds=time.monotonic() - self._started,
+        )
 
 
 @dataclass(frozen=True, slots=True)

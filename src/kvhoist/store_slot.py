@@ -17,9 +17,8 @@ from kvhoist.control.namespace import Namespace
 from kvhoist.control.plane import ControlPlane
 from kvhoist.errors import ClosedError, ConfigError, StorageError
 from kvhoist.memory.arena import HostArena
-from kvhoist.messages import JobKind
 from kvhoist.mover import Mover
-from kvhoist.stats import DetachReport
+from kvhoist.stats import DetachReport, DetachTally
 from kvhoist.storage.base import Store, StoreStats
 from kvhoist.storage.outcomes import PageOutcomes
 
@@ -27,8 +26,6 @@ _log = logging.getLogger(__name__)
 
 _HINTS_AT_ONCE = 4096
 """Forgotten with the cache's lock held, in a few ms."""
-
-_ON_ITS_WAY = (JobKind.PERSIST, JobKind.PREFETCH)
 
 
 class StoreSlot:
@@ -90,16 +87,14 @@ class StoreSlot:
     ) -> DetachReport:
         """Let neither plane use the store, then finish (or cancel) what is under way there. Raises StorageError where
         none is attached or another call is at it, and what `check_open` raises."""
-        started = time.monotonic()
         with self._change():
             with self._lock:
                 check_open()
                 attached = self.current
                 if attached is None:
                     raise StorageError("there is no store to detach", got=self.state)
+                tally = DetachTally(attached.name, plane)
                 plane.detach_storage()
-                persists = plane.flights.counters[JobKind.PERSIST]
-                written, failed = persists.pages, persists.failed_pages
                 mover.detach(drain=drain)
                 self.current = None
                 self._detached = f"; {attached.name} was detached at {datetime.now().astimezone():%Y-%m-%d %H:%M:%S}"
@@ -108,22 +103,15 @@ class StoreSlot:
                 pass
             ended = attached.close(drain=drain, timeout_s=timeout_s)
             with self._lock:
-                left = [job for job in plane.tracker.jobs() if job.kind in _ON_ITS_WAY]
                 self._let_go = [one for one in self._let_go if not (ended and one is attached)]
+                report = tally.report(memory_kept=not ended)
         _log.log(
             logging.INFO if ended else logging.WARNING,
             "store %s is detached%s",
             attached.name,
             "" if ended else ", but one of its calls has not returned and keeps its pages",
         )
-        return DetachReport(
-            attached.name,
-            persisted_pages=persists.pages - written,
-            lost_pages=persists.failed_pages - failed,
-            hung_pages=sum(job.num_pages for job in left),
-            memory_kept=not ended,
-            seconds=time.monotonic() - started,
-        )
+        return report
 
     def note(self, namespace: Namespace) -> None:
         """Let this store and each later one keep what the namespace stands for, without waiting; a failure costs an

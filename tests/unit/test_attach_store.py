@@ -407,7 +407,7 @@ def test_threads_read_right_bytes_while_stores_come_and_go(policy: str, tmp_path
             thread.start()
         draw = np.random.default_rng(9)
         try:
-            for turn in range(24):
+            for turn in range(12):
                 engine.cache.attach_store(stores[turn % len(stores)])
                 asked = engine.cache.stats().jobs["lookup"]["jobs"]
                 until(lambda asked=asked: problems or engine.cache.stats().jobs["lookup"]["jobs"] > asked + 3)

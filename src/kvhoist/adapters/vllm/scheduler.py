@@ -15,6 +15,7 @@ from kvhoist.adapters.vllm.metadata import NO_ORDERS, ConnectorMetadata, LoadOrd
 from kvhoist.adapters.vllm.offering import Offering, blocks_over
 from kvhoist.adapters.vllm.prefixes import Prefixes, Waits
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
+from kvhoist.adapters.vllm.stores import StoreChanges
 from kvhoist.control.jobs import Finished
 from kvhoist.control.namespace import Namespace
 from kvhoist.control.offers import Offer
@@ -47,8 +48,10 @@ class SchedulerSide:
         offers: bool = True,
         sync: bool = False,
         audit_every_s: float | None = None,
+        address: str | None = None,
     ) -> None:
         self.plane = plane
+        self.stores = StoreChanges(plane, address)
         self.counts = SchedulerCounts(plane)
         self._shape = shape
         self._group_id = group_id
@@ -136,16 +139,19 @@ class SchedulerSide:
                 self._fences.open(job)
         fences = self._fences.take_readers()
         told, self._tell_namespace = self._tell_namespace, False
-        if not jobs and not fences and not told:
+        store = self.stores.next_order() if self.stores.is_asked else None
+        if not jobs and not fences and not told and store is None:
             return NO_ORDERS
         fields = self._namespace.field_dict() if told else None
-        return ConnectorMetadata(tuple(others), tuple(loads), tuple(fences), fields)
+        return ConnectorMetadata(tuple(others), tuple(loads), tuple(fences), fields, store)
 
     def update_output(self, meta: WorkerMetadata | None) -> None:
         """Book what the workers have done."""
         if meta is None:
             return
         self.counts.add(meta.counts)
+        if meta.stores:
+            self.stores.answered(meta.stores)
         for completion in meta.completions:
             finished = self.plane.complete(completion)
             if finished is not None:
@@ -192,6 +198,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Check the books and forget the requests. Logs what does not add up."""
         self._audit()
+        self.stores.close()
         self._states.clear()
         self._offering.forget()
 
