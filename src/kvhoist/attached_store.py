@@ -12,6 +12,7 @@ from kvhoist.storage.base import Buffer, Store, register_memory, unregister_memo
 from kvhoist.storage.open import open_storage_io, open_store
 
 _FOR_EVER_S = 1e9
+_MOMENT_S = 0.5
 
 
 class AttachedStore:
@@ -54,8 +55,8 @@ class AttachedStore:
     def close(self, *, drain: bool, timeout_s: float) -> bool:
         """Finish (or cancel) what is under way, let the store forget the memory, and close it if it is owned.
 
-        Returns whether the memory is no longer the store's after `timeout_s`. Where a call of the store hangs, a thread
-        waits for it to return and does the rest then. Idempotent.
+        Returns whether the memory is no longer the store's after `timeout_s` (and a moment for threads to end). Where a
+        call of the store hangs, a thread waits for it to return and does the rest then. Idempotent.
         """
         deadline = time.monotonic() + timeout_s
         self.io.close(drain=drain, timeout_s=timeout_s)
@@ -63,7 +64,7 @@ class AttachedStore:
             if self._ending is None:
                 self._ending = threading.Thread(target=self._end, name="kvhoist-store-close", daemon=True)
                 self._ending.start()
-        self._ending.join(max(0.0, deadline - time.monotonic()))
+        self._ending.join(max(_MOMENT_S, deadline - time.monotonic()))
         return self._let_go.is_set()
 
     def wait_closed(self) -> None:

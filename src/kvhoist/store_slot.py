@@ -55,9 +55,7 @@ class StoreSlot:
             return f"attached: {current.name}"
         return f"no store attached{self._detached}"
 
-    def attach(
-        self, target: Store | str, plane: ControlPlane, mover: Mover, check_open: Callable[[], None]
-    ) -> AttachedStore:
+    def attach(self, target: Store | str, plane: ControlPlane, mover: Mover, check_open: Callable[[], None]) -> None:
         """Open a store and let both planes use it. Raises StorageError where one is attached or another call is at it,
         what `check_open` raises, and what opening the store raises; nothing has changed then."""
         with self._change():
@@ -80,7 +78,6 @@ class StoreSlot:
                 attached.close(drain=False, timeout_s=1.0)
                 raise
         _log.info("store %s is attached", attached.name)
-        return attached
 
     def detach(
         self, plane: ControlPlane, mover: Mover, check_open: Callable[[], None], *, drain: bool, timeout_s: float

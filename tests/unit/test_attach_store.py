@@ -294,6 +294,12 @@ def test_a_store_that_hangs_at_detach_keeps_its_pages_and_nothing_else(call: str
     assert not engine.cache.close().memory_kept
 
 
+def test_no_time_at_all_is_enough_where_nothing_hangs() -> None:
+    with engine_of(MemoryStore("8MiB")) as engine:
+        engine.run(PROMPT)
+        assert not engine.cache.detach_store(drain=False, timeout_s=0).memory_kept
+
+
 def test_a_cache_closed_while_a_detached_store_hangs_keeps_the_memory_mapped() -> None:
     store = GatedStore("put")
     engine = engine_of(store)
