@@ -1,10 +1,10 @@
-"""The attention of `kvhoist bench ttft`, judged by plain attention with a mask."""
+"""The attention over a cached prefix, judged by plain attention with a mask."""
 
 from __future__ import annotations
 
 import torch
 
-from kvhoist.bench.ttft_rig import sdpa_lower_right
+from kvhoist.adapters.transformers.attention import attend
 
 
 def assert_attends_as_a_mask_says(
@@ -18,7 +18,7 @@ def assert_attends_as_a_mask_says(
     )
     module = torch.nn.Module()
     module.num_key_value_groups = 4  # type: ignore[assignment]
-    ours, _ = sdpa_lower_right(module, query, key, value, None, scaling=0.125)
+    ours, _ = attend(module, query, key, value, None, scaling=0.125)
     mask = torch.ones(num_new, total, dtype=torch.bool, device=device).tril(num_cached)
     repeated = (tensor.float().repeat_interleave(4, dim=1) for tensor in (key, value))
     plain = torch.nn.functional.scaled_dot_product_attention(query.float(), *repeated, attn_mask=mask, scale=0.125)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from xxhash import xxh3_128_digest
 
+from kvhoist.checksum import checksum
 from kvhoist.copy.plan import CopyPlan
 from kvhoist.copy.reference import BoundPlan
 from kvhoist.device_layout import DeviceCache
@@ -51,7 +51,7 @@ class PageDigests:
     def remember(self, host_pages: Sequence[int]) -> None:
         """Take the digests of pages whose bytes have just arrived in the arena."""
         for page in host_pages:
-            self._digests[page] = xxh3_128_digest(self._arena.page(page))
+            self._digests[page] = checksum(self._arena.page(page))
 
     def mismatches(self, host_pages: Sequence[int], device_blocks: IdArray) -> tuple[int, ...]:
         """Return the indices of pages whose device copy has another digest than was remembered, or none was. Where a
@@ -63,7 +63,7 @@ class PageDigests:
             if not written.all():
                 self._blob[:] = self._arena.page(page)
             self._read_back(blocks[written], self._places[written].ravel())
-            if xxh3_128_digest(self._blob) != self._digests.get(page):
+            if checksum(self._blob) != self._digests.get(page):
                 wrong.append(i)
         return tuple(wrong)
 

@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-import torch
-from ttft_support import assert_attends_as_a_mask_says
 from typer.testing import CliRunner
 
 from kvhoist.adapters.transformers.prefix import Prefix
@@ -57,8 +55,3 @@ def test_prefixes_of_no_whole_pages_and_devices_that_are_too_slow_are_refused() 
     done = CliRunner().invoke(app, ["bench", "ttft", "--device", "cpu"])
     assert done.exit_code == 2
     assert "an 8B model on the CPU takes hours" in done.output
-
-
-@pytest.mark.parametrize(("num_new", "num_cached"), [(5, 0), (1, 9), (5, 9), (16, 100)])
-def test_attention_after_a_prefix_is_causal_from_the_last_token_on(num_new: int, num_cached: int) -> None:
-    assert_attends_as_a_mask_says(num_new, num_cached, torch.device("cpu"), torch.float32, 1e-5)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import PAGE_TOKENS, VOCABULARY, Wrap, family_model, prompt_of, push_out, tiny_config, tiny_model
 
-from kvhoist.adapters.transformers import CachedModel, Sampling
+from kvhoist.adapters.transformers import PREFIX_ATTENTION, CachedModel, Sampling
 from kvhoist.config import CacheConfig
 from kvhoist.demo.oracles import greedy
 from kvhoist.errors import ClosedError, ConfigError, TokenError
@@ -89,7 +89,7 @@ def test_a_batch_gives_each_prompt_what_it_gives_alone(
         cached.cache.audit()
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", PREFIX_ATTENTION])
 def test_padding_is_invisible_in_every_attention_implementation(wrap: Wrap, attention: str) -> None:
     model = tiny_model(tiny_config("llama", attn_implementation=attention))
     cached = wrap(model)

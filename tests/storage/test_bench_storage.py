@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvhoist.bench import fio, storage
-from kvhoist.errors import StorageError
+from kvhoist.bench.engine_side import EngineSide
+from kvhoist.bench.faulty_store import FAULTS, FaultyStore
+from kvhoist.bench.stopwatch import Stopwatch
+from kvhoist.bench.storage_match import SMOKE_SHAPE
+from kvhoist.errors import ConfigError, StorageError, StoreUnavailableError
+from kvhoist.messages import StorageKey
+from kvhoist.storage import MemoryStore
 
 FAKE = """#!/usr/bin/env python3
 import json, sys
@@ -29,7 +36,7 @@ def fake_fio(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = FAKE) ->
 
 def run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     folder.mkdir()
-    result = storage.run(folder, num_pages=300, page_bytes=[1 << 16], smoke=True)
+    result = storage.run(folder, num_pages=300, page_bytes=[1 << 16], smoke=True, part="speed")
     json.dumps(result)
     assert list(folder.iterdir()) == [], "nothing is left behind"
     (size,) = result["sizes"]
@@ -73,3 +80,73 @@ def test_a_fio_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     fake_fio(tmp_path / "bin", monkeypatch, text)
     with pytest.raises(StorageError, match=message):
         fio.measure(tmp_path / "disk", block_bytes=4096, total_bytes=8192, depth=1, direct=False)
+
+
+CALLS = {"match", "match unknown", "acquire", "release", "reserve", "commit"}
+
+
+def test_an_engines_calls_are_timed_idle_and_under_load(tmp_path: Path) -> None:
+    result = storage.run(tmp_path, smoke=True, part="match")
+    json.dumps(result)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    rows = result["match"]
+    assert {(row["arm"], row["call"]) for row in rows} == {(arm, call) for arm in ("idle", "load") for call in CALLS}
+    for row in rows:
+        assert row["calls"] > 0
+        assert 0 < row["p50_ms"] <= row["p99_ms"] <= row["p99.9_ms"] <= row["max_ms"]
+        assert row["p99_on_cpu_ms"] <= row["p99_ms"]
+        if row["arm"] == "load":
+            assert row["gib_per_s"] > 0
+            idle = next(other for other in rows if (other["arm"], other["call"]) == ("idle", row["call"]))
+            assert row["target_ms"] == pytest.approx(idle["p99_ms"] + 1.0)
+            assert row["pass"] == (row["p99_ms"] <= row["target_ms"])
+    assert result["pass"] == all(row.get("pass", True) for row in rows)
+
+
+def test_no_page_id_is_lost_to_a_store_that_fails_and_it_is_found_again(tmp_path: Path) -> None:
+    """A FileStore with planted faults, and a real Mooncake master that is killed and stopped."""
+    result = storage.run(tmp_path, smoke=True, part="faults")
+    json.dumps(result)
+    assert list(tmp_path.iterdir()) == []
+    kinds = [*[("file", fault) for fault in FAULTS], ("mooncake", "killed"), ("mooncake", "hangs")]
+    assert [(row["store"], row["fault"]) for row in result["faults"]] == kinds
+    for row in result["faults"]:
+        assert row["lost_pages"] == 0
+        assert row["pass"], f"not found again: {row}"
+    calls = {(row["store"], row["fault"], row["call"]) for row in result["fault_calls"]}
+    assert calls >= {(*kind, call) for kind in kinds for call in ("match", "match unknown")}
+
+
+def test_a_page_id_that_is_lost_is_counted() -> None:
+    side = EngineSide(MemoryStore("64MiB"), SMOKE_SHAPE)
+    with Stopwatch() as watch, side.load():
+        side.run(0.05, watch)
+    assert side.lost_pages() == 0
+    forgotten = side.cache.reserve([1 << 31] * 2 * SMOKE_SHAPE.group.page_tokens)
+    assert side.lost_pages() == 2
+    forgotten.abandon()
+    side.close()
+
+
+def test_a_fault_is_what_it_is_called_and_ends(pages: Any) -> None:
+    store = FaultyStore(MemoryStore("1MiB"), slow_s=0.0)
+    pages.put(store, range(3))
+    with store.broken("killed"), pytest.raises(StoreUnavailableError):
+        pages.read(store, range(3))
+    with store.broken("fails"), pytest.raises(OSError, match="broke this store"):
+        pages.put(store, range(3))
+    keys: list[StorageKey] = pages.keys(range(3))
+    with store.broken("short"):
+        assert store.exists(keys) == [True] * 2
+    with store.broken("slow"):
+        assert store.exists(keys) == [True] * 3
+    with ThreadPoolExecutor(1) as pool:
+        with store.broken("hangs"):
+            hung = pool.submit(store.exists, keys)
+            assert not hung.done()
+        assert hung.result(20) == [True] * 3
+
+
+def test_an_unknown_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match="valid choices: speed, match, faults, all"):
+        storage.run(part="everything")

@@ -244,16 +244,6 @@ def test_a_description_that_nests_too_deep_is_refused(stores: Any) -> None:
         stores.open()
 
 
-def test_a_new_folder_is_its_users_alone_and_segments_are_never_for_others(stores: Any, pages: Any) -> None:
-    before = os.umask(0)
-    try:
-        pages.put(stores.open(), [1])
-    finally:
-        os.umask(before)
-    assert stores.folder.stat().st_mode & 0o777 == 0o700
-    assert [path.stat().st_mode & 0o777 for path in stores.segments()] == [0o660]
-
-
 def test_a_full_disk_leaves_nothing_behind_and_says_so(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

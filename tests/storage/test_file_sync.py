@@ -117,11 +117,17 @@ def test_a_segment_given_up_before_its_sync_is_closed(stores: Any, pages: Any) -
 
 
 def test_a_generation_that_cannot_be_written_costs_no_page(
-    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = stores.open()
-    monkeypatch.setattr(Segment, "bump_generation", _fail)
+    pwritev = os.pwritev
+
+    def fail_at_the_generation(fd: int, buffers: Any, offset: int) -> int:
+        return _fail() if offset == 4096 else pwritev(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", fail_at_the_generation)
     assert all(pages.put(store, range(5)))
+    assert "other processes cannot see new pages yet" in caplog.text
     assert pages.read(store, range(5)) == ["good"] * 5
 
 

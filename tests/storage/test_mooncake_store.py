@@ -112,10 +112,12 @@ def test_a_full_store_drops_and_counts(store: MooncakeStore, master: Master, pag
 
 
 def test_notes_of_strangers_and_a_full_table_cost_an_explanation_only(store: MooncakeStore) -> None:
-    for slot, junk in ((0, b"\xff\xfe"), (1, b"[]"), (2, b'{"namespace": "zz", "fields": {}}'), (3, b"x" * 100_000)):
+    strange = [b"\xff\xfe", b"[]", b'{"namespace": "zz", "fields": {}}', b"x" * 100_000, b"[" * 60_000]
+    strange += [b'{"namespace": "abcd", "fields": {"a": "b"}}', b'{"namespace": "%s", "fields": 3}' % (b"ab" * 32)]
+    for slot, junk in enumerate(strange):
         assert engine(store).put(f"kvhoist1-note/{slot}", junk) == 0
     assert store.namespaces() == {}
-    digests = [bytes([i]) * 32 for i in range(NUM_SLOTS - 4)]
+    digests = [bytes([i]) * 32 for i in range(NUM_SLOTS - len(strange))]
     for digest in digests:
         store.note_namespace(digest, {"model": digest.hex()})
     assert store.namespaces() == {digest: {"model": digest.hex()} for digest in digests}

@@ -285,3 +285,16 @@ def test_buffers_of_any_shape_are_taken_as_bytes(make_io: Any, pages: Any) -> No
     target = np.zeros_like(array)
     assert io.prefetch([pages.key(1)], [memoryview(target)]).result(DEADLINE_S).error is None
     assert (target == array).all()
+
+
+def test_a_lookup_is_one_call_of_the_store_however_many_threads_there_are(pages: Any) -> None:
+    asked: list[int] = []
+
+    class Counting(MemoryStore):
+        def exists(self, keys: Sequence[StorageKey]) -> list[bool]:
+            asked.append(len(keys))
+            return super().exists(keys)
+
+    io = StorageIO(Counting(), Sealer(), num_threads=8)
+    assert io.lookup(pages.keys(range(100))).result(DEADLINE_S).error == "100 x missing"
+    assert (asked, io.close()) == ([100], True)

@@ -130,7 +130,7 @@ def test_every_benchmark_has_a_picture() -> None:
 
 @pytest.mark.parametrize("name", benches())
 def test_every_benchmark_runs_small_draws_and_prints_one_document(name: str, tmp_path: Path) -> None:
-    more = {"storage": ["--folder", str(tmp_path)], "migration": ["--simulate"]}.get(name, [])
+    more = {"storage": ["--folder", str(tmp_path), "--part", "speed"], "migration": ["--simulate"]}.get(name, [])
     if find_spec("matplotlib"):
         more += ["--plot", f"{tmp_path}/{name}.svg"]
     done = run("bench", name, "--smoke", "--json", *more)

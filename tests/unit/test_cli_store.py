@@ -165,3 +165,29 @@ def test_what_is_no_store_is_refused_and_left_alone(command: list[str], tmp_path
         assert result.stderr.startswith("error: ")
         assert result.stdout == ""
     assert [path.name for path in tmp_path.rglob("*")] == ["other", "thesis.txt"]
+
+
+HOSTILE_FIELDS = [
+    '"\x1b[2J\x1b]0;owned\x07\r\n"',
+    '"\\u001b[31m\\u202e\\ud800"',
+    "[" * 100_000,
+    '"' + "x" * 100_000 + '"',
+    "1" * 5000,
+    "\x9b31m",
+    "",
+]
+
+
+@pytest.mark.parametrize("field", HOSTILE_FIELDS)
+def test_what_a_stranger_noted_is_listed_as_text_that_no_terminal_obeys(folder: Path, field: str) -> None:
+    with FileStore(folder) as store:
+        store.note_namespace(bytes(32), {"model_id": field, "kv_dtype": field, field: field})
+    listed = run("ls", folder)
+    assert listed.exit_code == 0, listed.output
+    assert all(line.isprintable() for line in listed.stdout.split("\n"))
+    assert len(listed.stdout) < 20_000
+    assert {n["namespace"] for n in document("ls", folder)["namespaces"]} >= {bytes(32).hex()}
+    for command in (["stat", folder], ["scrub", folder], ["rm", folder, "--yes"]):
+        done = run(*command)
+        assert done.exit_code == 0, done.output
+        assert all(line.isprintable() for line in done.output.split("\n"))

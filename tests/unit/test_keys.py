@@ -252,3 +252,22 @@ def test_callers_cannot_change_a_chain_by_its_answer() -> None:
     chain = TokenChain(1)
     chain.keys([1, 2, 3]).clear()
     assert chain.keys([1, 2, 3]) == chain_hashes([1, 2, 3], 1)
+
+
+@pytest.mark.parametrize("at", [0, 499, 500, 1999])
+def test_a_bool_anywhere_in_a_long_prompt_is_found(at: int) -> None:
+    tokens: list[Any] = [0, 1] * 1000
+    assert len(chain_hashes(tokens, 16)) == 125
+    tokens[at] = bool(tokens[at])
+    with pytest.raises(TokenError, match=f"token {at} cannot be part of a key"):
+        chain_hashes(tokens, 16)
+
+
+@pytest.mark.parametrize("at", [0, 15, 16, 8191, 8192, 19_999])
+def test_a_long_conversation_that_changed_anywhere_is_hashed_anew_from_there(at: int) -> None:
+    tokens = list(range(20_000))
+    chain = TokenChain(16)
+    chain.keys(tokens)
+    tokens[at] += 1
+    assert chain.keys(tokens) == chain_hashes(tokens, 16)
+    assert chain.num_hashed_pages == 1250 + 1250 - at // 16

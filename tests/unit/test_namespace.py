@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhoist.control.namespace import Namespace, ParallelLayout
+from kvhoist.control.namespace import Namespace, ParallelLayout, nearest_difference
 from kvhoist.errors import ConfigError
 from kvhoist.geometry import CacheGeometry
 from kvhoist.layout import HostOrder
@@ -221,3 +221,11 @@ def test_a_config_that_is_no_plain_data_is_refused_by_field(value: Any) -> None:
 def test_a_parallel_layout_that_cannot_be_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="tensor is out of range"):
         ParallelLayout(tensor=value)
+
+
+def test_what_a_stranger_noted_is_told_as_text_that_no_terminal_obeys() -> None:
+    ours = create().field_dict()
+    told = nearest_difference(ours, [ours | {"model_id": "\x1b[2J\u202e", "\x1b]0;x\x07": "y\n"}])
+    assert told is not None
+    assert told.isprintable()
+    assert "model_id" in told

@@ -9,24 +9,17 @@ python -m kvhoist.bench.mooncake [--smoke]
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
-import socket
 import statistics
-import subprocess
-import sys
-import sysconfig
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvhoist.bench.facts import facts
-from kvhoist.errors import MissingDependencyError, StoreUnavailableError
+from kvhoist.bench.mooncake_cluster import running_cluster
 from kvhoist.messages import WHOLE, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, address_of
 from kvhoist.storage.io import StorageIO
@@ -39,15 +32,6 @@ TARGET_RATIO = 0.9
 
 _PAGE_BYTES, _SMOKE_PAGE_BYTES = (1 << 20, 2 << 20, 4 << 20), (1 << 18,)
 _NAMESPACE = bytes(32)
-_START_S = 20.0
-_LENDER = """
-import sys
-from kvhoist.storage import open_store
-store = open_store(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.read()
-store.close()
-"""
 
 
 def run(smoke: bool = False) -> dict[str, Any]:
@@ -60,8 +44,8 @@ def run(smoke: bool = False) -> dict[str, Any]:
     """
     rounds = 2 if smoke else 15
     sizes = _SMOKE_PAGE_BYTES if smoke else _PAGE_BYTES
-    with _cluster(3 * BATCH_PAGES * max(sizes) + (64 << 20)) as options:
-        measured = [_measure(options, page_bytes, rounds) for page_bytes in sizes]
+    with running_cluster(3 * BATCH_PAGES * max(sizes) + (64 << 20)) as cluster:
+        measured = [_measure(cluster.options, page_bytes, rounds) for page_bytes in sizes]
     return {
         "bench": "mooncake",
         "smoke": smoke,
@@ -154,55 +138,6 @@ def _pool(store: MooncakeStore, blobs: Sequence[Buffer], buffers: Sequence[Buffe
     io.close()
     store.remove(keys)
     return put_s, get_s
-
-
-@contextlib.contextmanager
-def _cluster(lent_bytes: int) -> Iterator[MooncakeOptions]:
-    """Start a master and a process that lends memory; yields how this process reaches them."""
-    program = Path(sysconfig.get_path("scripts")) / "mooncake_master"
-    if not program.exists():
-        raise MissingDependencyError("there is no mooncake_master", remedy="Install kvhoist[mooncake].")
-    port, metrics_port = _free_port(), _free_port()
-    options = MooncakeOptions(f"127.0.0.1:{port}", segment=0)
-    command = [str(program), f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics_port}"]
-    with tempfile.TemporaryFile() as log, contextlib.ExitStack() as undo:
-        master = subprocess.Popen(command, stdout=log, stderr=log)
-        undo.callback(_end, master)
-        _await_port(port)
-        lender = subprocess.Popen(
-            [sys.executable, "-c", _LENDER, f"mooncake:{options.master}?segment={lent_bytes}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
-        undo.callback(_end, lender)
-        if lender.stdout is None or not lender.stdout.readline():
-            raise StoreUnavailableError("the process that lends memory did not start", got=f"{lent_bytes} bytes")
-        yield options
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
-
-
-def _await_port(port: int) -> None:
-    deadline = time.monotonic() + _START_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise StoreUnavailableError("mooncake_master did not start", got=error) from error
-            time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
 
 
 def _pages_of(batch: Any, page_bytes: int) -> list[Buffer]:

@@ -1,285 +1,70 @@
-"""FileStore against fio on the same disk, in one run; and how fast an index comes back.
+"""Storage, in three parts: FileStore's speed beside fio's; an engine's calls while storage is busy; and while it fails.
 
-Caching is the same in all arms: O_DIRECT where the file system has it, files preallocated, an fdatasync of each file
-inside the time of a write, the page cache dropped before a read.
-
-python -m kvhoist.bench.storage [--smoke] [FOLDER]
+python -m kvhoist.bench.storage [--smoke] [--part PART] [FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
-import random
-import shutil
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from kvhoist.bench import fio
+from kvhoist.bench import storage_faults, storage_match, storage_speed
 from kvhoist.bench.facts import facts
-from kvhoist.messages import WHOLE, PageKey, StorageKey
-from kvhoist.storage.base import Buffer
-from kvhoist.storage.file import FileStore
-from kvhoist.storage.file.capacity import DEFAULT_CAPACITY_BYTES
-from kvhoist.storage.io import StorageIO
-from kvhoist.storage.record import Sealer
+from kvhoist.errors import ConfigError
+from kvhoist.system_files import text_of
 
-BATCH_PAGES = 64
-TARGET_RATIO = 0.85
-FIO_DEPTHS = (8, BATCH_PAGES)
-"""As many blocks in flight as the I/O pool has threads, and as a batch has pages: the better one is what counts."""
-TARGET_REINDEX_S = 2.0
-REINDEX_PAGES = 100_000
-
-_IN_FLIGHT = 2
-_PAGE_BYTES, _SMOKE_PAGE_BYTES = (1 << 20, 2 << 20, 4 << 20), (1 << 18,)
-_NAMESPACE = bytes(32)
-_Arm = Callable[[Path, Any, list[Any], int, int], tuple[float, float]]
-_SMALL_BYTES = 4096
+PARTS = ("speed", "match", "faults")
+ALL = "all"
 
 
 def run(
     folder: str | os.PathLike[str] | None = None,
-    num_pages: int = REINDEX_PAGES,
+    num_pages: int = storage_speed.REINDEX_PAGES,
     page_bytes: Sequence[int] = (),
     smoke: bool = False,
+    part: str = ALL,
 ) -> dict[str, Any]:
-    """Measure in a new folder inside of `folder` (default: the temporary folder), which is deleted afterwards.
-
-    Per page size (default: 1, 2 and 4 MiB): medians over rounds in GiB/s of `fio` (blocks of that size, sequential, by
-    depth), `store` (FileStore alone, one batch of 64 pages after the other) and `pool` (through StorageIO, checksums
-    made and verified, two batches in flight). `ratio` is that of the medians to the better fio's, `ratio_of_best` that
-    of the best rounds, which a machine that others use disturbs less. The arms take turns in random order. Without fio
-    there is no ratio, and `fio` says how to get it. `num_pages` pages are re-indexed.
+    """Measure in a new folder inside of `folder` (default: the temporary folder), which is deleted afterwards: all
+    parts, or the one of PARTS that is named. What each part says stands with its `measure`; `page_bytes` and
+    `num_pages` are those of `speed`. Raises ConfigError for another part.
     """
-    rounds, total_bytes = (1, 64 << 20) if smoke else (7, 512 << 20)
-    found = fio.version()
-    num_pages = min(num_pages, 2000) if smoke else num_pages
-    page_bytes = page_bytes or (_SMOKE_PAGE_BYTES if smoke else _PAGE_BYTES)
-    with tempfile.TemporaryDirectory(prefix="kvhoist-bench-", dir=folder) as scratch:
-        direct = _is_direct(Path(scratch))
-        depths = FIO_DEPTHS if found else ()
-        sizes = [
-            _measure_size(Path(scratch), size, max(BATCH_PAGES * size, total_bytes), rounds, depths, direct)
-            for size in page_bytes
-        ]
-        reindex = _measure_reindex(Path(scratch), num_pages)
-        disk = _disk_of(Path(scratch))
-    passed = reindex["pass"] and all(size[arm].get("pass") for size in sizes for arm in ("write", "read"))
-    return {
-        "bench": "storage",
-        "smoke": smoke,
-        **facts(),
-        "disk": disk,
-        "fio": found or fio.MISSING,
-        "caching": ("O_DIRECT" if direct else "page cache (no O_DIRECT here)")
-        + " in all arms; fdatasync inside of write times; page cache dropped before reads",
-        "sizes": sizes,
-        "reindex": reindex,
-        "pass": passed,
-    }
-
-
-def _is_direct(scratch: Path) -> bool:
-    with FileStore(scratch / "probe", capacity="1MiB") as store:
-        return store.is_direct
-
-
-def _measure_size(
-    scratch: Path, page_bytes: int, total_bytes: int, rounds: int, depths: Sequence[int], direct: bool
-) -> dict[str, Any]:
-    # One set of buffers for all arms: memory that an arm is the first to touch would be charged to that arm.
-    batch, *targets = (_buffer(BATCH_PAGES * page_bytes) for _ in range(1 + _IN_FLIGHT))
-    num_batches = total_bytes // batch.nbytes
-    rates_of = {"bytes": num_batches * batch.nbytes, "page_bytes": page_bytes}
-
-    def run_fio(depth: int, folder: Path) -> tuple[float, float]:
-        return fio.measure(folder, block_bytes=page_bytes, total_bytes=rates_of["bytes"], depth=depth, direct=direct)
-
-    def run_store(arm: _Arm, folder: Path) -> tuple[float, float]:
-        written_s, read_s = arm(folder, batch, targets, page_bytes, num_batches)
-        return rates_of["bytes"] / written_s, rates_of["bytes"] / read_s
-
-    arms: dict[str, Callable[[Path], tuple[float, float]]] = {
-        f"fio {depth}": partial(run_fio, depth) for depth in depths
-    }
-    arms |= {"store": partial(run_store, _store), "pool": partial(run_store, _pool)}
-    rates: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
-    order = random.Random(0)
-    for _ in range(rounds):
-        for arm in order.sample(list(arms), len(arms)):
-            os.sync()  # else an arm pays for what the one before it wrote or deleted
-            rates[arm].append(arms[arm](scratch / arm))
-            shutil.rmtree(scratch / arm)
-    figures = {name: _figures(rates, i) for i, name in enumerate(("write", "read"))}
-    return {**rates_of, "rounds": rounds, **figures}
-
-
-def _figures(rates: dict[str, list[tuple[float, float]]], column: int) -> dict[str, Any]:
-    by_arm = {arm: [rate[column] for rate in rows] for arm, rows in rates.items()}
-    medians = {arm: statistics.median(rows) for arm, rows in by_arm.items()}
-    figures = {
-        "gib_per_s": {arm: round(median / (1 << 30), 3) for arm, median in medians.items()},
-        "best_gib_per_s": {arm: round(max(rows) / (1 << 30), 3) for arm, rows in by_arm.items()},
-    }
-    yardsticks = [arm for arm in by_arm if arm.startswith("fio")]
-    if not yardsticks:
-        return figures
-    plain = max(medians[arm] for arm in yardsticks)
-    best = max(max(by_arm[arm]) for arm in yardsticks)
-    ratios = {arm: medians[arm] / plain for arm in ("store", "pool")}
-    return {
-        **figures,
-        "ratio": {arm: round(ratio, 3) for arm, ratio in ratios.items()},
-        "ratio_of_best": {arm: round(max(by_arm[arm]) / best, 3) for arm in ratios},
-        "target_ratio": TARGET_RATIO,
-        "pass": ratios["pool"] >= TARGET_RATIO,
-    }
-
-
-def _buffer(num_bytes: int) -> Any:
-    """Return random bytes that lie aligned, as host pages do."""
-    array = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
-    array[:] = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
-    return array
-
-
-def _store(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int) -> tuple[float, float]:
-    blobs = _pages_of(batch, page_bytes)
-    keys = [_keys(number, len(blobs)) for number in range(num_batches)]
-    sealer = Sealer()
-    headers = [[sealer.seal(key, blob) for key, blob in zip(row, blobs, strict=True)] for row in keys]
-    store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES)
-    begin = time.perf_counter()
-    for row, sealed in zip(keys, headers, strict=True):
-        _demand(all(store.put(row, sealed, blobs)))
-    _sync(folder)
-    written_s = time.perf_counter() - begin
-    _drop_cache(folder)
-    buffers = _pages_of(targets[0], page_bytes)
-    begin = time.perf_counter()
-    for row in keys:
-        _demand(None not in store.get(row, buffers))
-    read_s = time.perf_counter() - begin
-    store.close()
-    return written_s, read_s
-
-
-def _pool(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int) -> tuple[float, float]:
-    blobs = _pages_of(batch, page_bytes)
-    keys = [_keys(number, len(blobs)) for number in range(num_batches)]
-    store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES)
-    io = StorageIO(store, Sealer())
-    buffers = [_pages_of(target, page_bytes) for target in targets]
-    begin = time.perf_counter()
-    _pipeline(lambda number: io.persist(keys[number], blobs), num_batches)
-    _sync(folder)
-    written_s = time.perf_counter() - begin
-    _drop_cache(folder)
-    begin = time.perf_counter()
-    _pipeline(lambda number: io.prefetch(keys[number], buffers[number % _IN_FLIGHT]), num_batches)
-    read_s = time.perf_counter() - begin
-    io.close()
-    store.close()
-    return written_s, read_s
-
-
-def _pipeline(submit: Callable[[int], Any], num_batches: int) -> None:
-    """Keep `_IN_FLIGHT` batches under way; a batch's buffers are used again only when it is done."""
-    futures: list[Any] = []
-    for number in range(num_batches):
-        if number >= _IN_FLIGHT:
-            _demand(futures[number - _IN_FLIGHT].result().error is None)
-        futures.append(submit(number))
-    for future in futures[-_IN_FLIGHT:]:
-        _demand(future.result().error is None)
-
-
-def _measure_reindex(scratch: Path, num_pages: int) -> dict[str, Any]:
-    folder = scratch / "reindex"
-    capacity = 2 * num_pages * (_SMALL_BYTES + 256) + (64 << 20)
-    blob = memoryview(bytes(_SMALL_BYTES))
-    sealer = Sealer()
-    with FileStore(folder, capacity=capacity) as store:
-        for first in range(0, num_pages, 1024):
-            keys = _keys(first, min(1024, num_pages - first))
-            _demand(all(store.put(keys, [sealer.seal(key, blob) for key in keys], [blob] * len(keys))))
-    _sync(folder)
-    seconds = []
-    for _ in range(3):
-        _drop_cache(folder)
-        begin = time.perf_counter()
-        store = FileStore(folder, capacity=capacity)
-        seconds.append(time.perf_counter() - begin)
-        _demand(store.stats().num_pages == num_pages)
-        num_segments = store.num_segments()[0]
-        store.close()
-    median_s = statistics.median(seconds)
-    return {
-        "num_pages": num_pages,
-        "num_segments": num_segments,
-        "seconds": round(median_s, 3),
-        "target_seconds": TARGET_REINDEX_S,
-        "pass": median_s <= TARGET_REINDEX_S,
-    }
-
-
-def _pages_of(batch: Any, page_bytes: int) -> list[Buffer]:
-    view = memoryview(batch)
-    return [view[i : i + page_bytes] for i in range(0, len(view), page_bytes)]
-
-
-def _keys(number: int, count: int) -> list[StorageKey]:
-    return [
-        StorageKey(PageKey(_NAMESPACE, 0, number.to_bytes(16, "little") + i.to_bytes(16, "little")), WHOLE)
-        for i in range(count)
-    ]
-
-
-def _sync(folder: Path) -> None:
-    _each_file(folder, os.fdatasync)
-
-
-def _drop_cache(folder: Path) -> None:
-    _each_file(folder, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
-
-
-def _each_file(folder: Path, act: Callable[[int], None]) -> None:
-    for path in (folder / "segments").iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            act(fd)
-        finally:
-            os.close(fd)
+    if part not in (*PARTS, ALL):
+        raise ConfigError("unknown --part", got=part, choices=(*PARTS, ALL))
+    with tempfile.TemporaryDirectory(prefix="kvhoist-bench-", dir=folder) as name:
+        scratch = Path(name)
+        found: dict[str, Any] = {"disk": _disk_of(scratch)}
+        passed = []
+        if part in ("speed", ALL):
+            found |= storage_speed.measure(scratch, num_pages, page_bytes, smoke)
+            passed.append(found["pass"])
+        if part in ("match", ALL):
+            found["match"] = storage_match.measure(scratch, smoke)
+            passed.append(all(row.get("pass", True) for row in found["match"]))
+        if part in ("faults", ALL):
+            found |= storage_faults.measure(scratch, smoke)
+            passed.append(all(row["pass"] for row in (*found["fault_calls"], *found["faults"])))
+    return {"bench": "storage", "smoke": smoke, **facts(), **found, "pass": all(passed)}
 
 
 def _disk_of(folder: Path) -> str:
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    mounts = [line.split() for line in text_of("/proc/mounts").splitlines()]
     inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
     device, _, kind = max(inside, key=lambda mount: len(mount[1]))[:3] if inside else ("?", "?", "?")
     return f"{device} ({kind})"
 
 
-def _demand(holds: bool) -> None:
-    if not holds:
-        raise RuntimeError("the store did not keep what the benchmark gave it: is the disk full?")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvhoist.bench.storage", description=__doc__)
     parser.add_argument("folder", nargs="?", help="measure on the disk that holds this folder")
+    parser.add_argument("--part", choices=(*PARTS, ALL), default=ALL, help="what to measure")
     parser.add_argument("--smoke", action="store_true", help="a quick run on little data")
     args = parser.parse_args()
-    print(json.dumps(run(args.folder, smoke=args.smoke), indent=1))
+    print(json.dumps(run(args.folder, smoke=args.smoke, part=args.part), indent=1))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from kvhoist.adapters.transformers import GenerationReport
+from kvhoist.adapters.transformers import PREFIX_ATTENTION, GenerationReport
 from kvhoist.bench.facts import facts
 from kvhoist.bench.ttft_link import Link, open_link
-from kvhoist.bench.ttft_rig import ATTENTION, Answer, LlamaShape, Rig
+from kvhoist.bench.ttft_rig import Answer, LlamaShape, Rig
 from kvhoist.copy.choose import LOAD_GROUPS
 from kvhoist.errors import ConfigError, KvhoistError
 from kvhoist.platform.base import Device
@@ -35,10 +35,17 @@ _TINY_PREFIXES, _TINY_SUFFIX, _TINY_PAGE_TOKENS = (64, 128), 24, 8
 ARMS = ("recompute", "load_whole", "load_layerwise", "suffix_alone")
 
 
-def run(device: Device, *, prefixes: Sequence[int] = (), smoke: bool = False, repeats: int = 5) -> dict[str, Any]:
-    """Measure prefixes of so many tokens (none: 4k, 16k and 32k) on `device` and return plain data. `smoke` takes a
-    tiny model and prefixes of its own. Raises ConfigError for a device that is not there and for prefixes that are not
-    whole pages, KvhoistError where a bit is wrong."""
+def run(
+    device: Device,
+    *,
+    prefixes: Sequence[int] = (),
+    attention: str = PREFIX_ATTENTION,
+    smoke: bool = False,
+    repeats: int = 5,
+) -> dict[str, Any]:
+    """Measure prefixes of so many tokens (none: 4k, 16k and 32k) on `device` and return plain data. `attention` is one
+    of transformers' implementations; `smoke` takes a tiny model and prefixes of its own. Raises ConfigError for a
+    device that is not there and for prefixes that are not whole pages, KvhoistError where a bit is wrong."""
     open_platform(device)
     shape, suffix, page_tokens = (
         (_TINY, _TINY_SUFFIX, _TINY_PAGE_TOKENS) if smoke else (LlamaShape(), SUFFIX, _PAGE_TOKENS)
@@ -49,7 +56,7 @@ def run(device: Device, *, prefixes: Sequence[int] = (), smoke: bool = False, re
             "a prefix is not of whole pages", got=f"{lengths} tokens", expected=f"multiples of {page_tokens}"
         )
     with (
-        Rig(shape, device, page_tokens=page_tokens, longest=lengths[-1] + suffix) as rig,
+        Rig(shape, device, page_tokens=page_tokens, longest=lengths[-1] + suffix, attention=attention) as rig,
         open_link(device, rig.cached.shape.group, lengths[-1] // page_tokens) as link,
     ):
         rows = [_Prefix(rig, link, length, suffix).measure(2 if smoke else repeats) for length in lengths]
@@ -58,7 +65,7 @@ def run(device: Device, *, prefixes: Sequence[int] = (), smoke: bool = False, re
         "smoke": smoke,
         **facts(device),
         "model": str(shape),
-        "attention": ATTENTION,
+        "attention": attention,
         "suffix_tokens": suffix,
         "page_tokens": page_tokens,
         "repeats": 2 if smoke else repeats,

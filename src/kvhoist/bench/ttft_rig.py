@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvhoist.adapters.transformers import CachedModel, GenerationReport, Sampling
+from kvhoist.adapters.transformers import PREFIX_ATTENTION, CachedModel, GenerationReport, Sampling
 from kvhoist.config import CacheConfig
 from kvhoist.errors import KvhoistError
 from kvhoist.platform.base import CPU, Device
 
-ATTENTION = "sdpa_lower_right"
 _ONE = Sampling(max_new_tokens=1, stop_tokens=())
 _NEVER = 1 << 30  # hits after which a page is offloaded unasked
 
@@ -43,9 +40,8 @@ class LlamaShape:
         )
 
 
-def build(shape: LlamaShape, device: Device, max_tokens: int) -> Any:
+def build(shape: LlamaShape, device: Device, max_tokens: int, attention: str) -> Any:
     """Return the model with weights drawn on `device` itself (normal, deviation 0.02), for up to `max_tokens`."""
-    AttentionInterface.register(ATTENTION, sdpa_lower_right)
     config = LlamaConfig(
         num_hidden_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -63,33 +59,9 @@ def build(shape: LlamaShape, device: Device, max_tokens: int) -> Any:
     torch.manual_seed(0)
     with torch.device(str(device)):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, shape.dtype), attn_implementation=ATTENTION
+            config, dtype=getattr(torch, shape.dtype), attn_implementation=attention
         )
     return model.eval()
-
-
-def sdpa_lower_right(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """As transformers' `sdpa`, but without a mask where new tokens follow a prefix: a mask of 512 x 32k rules flash
-    attention out, and its kernel aligns the causal triangle to the last token anyway."""
-    if query.shape[2] in (1, key.shape[2]):
-        plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
-        )
-        return plain
-    bias = causal_lower_right(query.shape[2], key.shape[2])
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True
-    )
-    return output.transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +87,19 @@ class Rig(ExitStack):
     suffixes that are computed over a prefix are gone with the device tier."""
 
     def __init__(
-        self, shape: LlamaShape, device: Device, *, page_tokens: int, longest: int, page_room: float = 1.5
+        self,
+        shape: LlamaShape,
+        device: Device,
+        *,
+        page_tokens: int,
+        longest: int,
+        page_room: float = 1.5,
+        attention: str = PREFIX_ATTENTION,
     ) -> None:
         super().__init__()
         self.vocabulary = shape.vocabulary
         self._device = device
-        model = build(shape, device, longest + 1)
+        model = build(shape, device, longest + 1, attention)
         row_bytes = 2 * shape.kv_heads * (shape.hidden // shape.heads) * getattr(torch, shape.dtype).itemsize
         self.cached = self.enter_context(
             CachedModel(

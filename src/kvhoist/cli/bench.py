@@ -45,17 +45,21 @@ def directory(
 def storage(
     folder: Annotated[Path | None, typer.Option(help="On the disk to measure; default: the temporary folder.")] = None,
     pages: Annotated[int, typer.Option(min=1, help="Pages to find again at start.")] = 100_000,
+    part: Annotated[str, typer.Option(help="speed, match, faults, or all.")] = "all",
     plot: PlotOption = None,
     smoke: SmokeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write and read pages in a FileStore, beside fio on the same disk (apt-get install fio)."""
+    """Write and read pages in a FileStore, beside fio on the same disk (apt-get install fio); then an engine's calls
+    while storage is busy, and while it fails."""
     from kvhoist.bench.storage import run
 
+    if plot is not None and part not in ("speed", "all"):
+        raise ConfigError("--plot draws the speed", got=f"--part {part}", choices=["speed", "all"])
     if folder is not None and not folder.is_dir():
         raise ConfigError("--folder is no folder", got=str(folder), expected="a folder on the disk to measure")
     with _measuring("storage (some minutes)", plot, as_json):
-        result = run(folder, num_pages=pages, smoke=smoke)
+        result = run(folder, num_pages=pages, smoke=smoke, part=part)
     _show(result, as_json, plot)
 
 
@@ -170,6 +174,7 @@ def ttft(
     prefix: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of a prefix; may be given again. Default: 4k, 16k, 32k.")
     ] = None,
+    attention: Annotated[str, typer.Option(help="An attention implementation of transformers.")] = "kvhoist_sdpa",
     plot: PlotOption = None,
     smoke: SmokeOption = False,
     as_json: JsonOption = False,
@@ -183,7 +188,7 @@ def ttft(
         raise ConfigError("an 8B model on the CPU takes hours", got="--device cpu", choices=["cuda", "cpu --smoke"])
     quiet_transformers()
     what = "times to first token (a minute or two)"
-    _measure("ttft", what, place, plot, as_json, prefixes=prefix or (), smoke=smoke)
+    _measure("ttft", what, place, plot, as_json, prefixes=prefix or (), attention=attention, smoke=smoke)
 
 
 @bench_app.command()

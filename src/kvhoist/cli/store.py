@@ -19,6 +19,8 @@ store_app = typer.Typer(
     name="store", help="Look into a store folder, check every page, remove pages.", no_args_is_help=True
 )
 
+_MAX_SHOWN_CHARS = 100
+
 FolderArgument = Annotated[str, typer.Argument(metavar="FOLDER", help="The store's folder; file:FOLDER works too.")]
 
 
@@ -131,11 +133,14 @@ def _row(summary: NamespaceSummary) -> dict[str, Any]:
 
 
 def _text(field: str) -> str:
-    """Return a namespace field's text: fields are JSON, and a long one is a hash."""
+    """Return a namespace field's text: fields are JSON, and a long one is a hash. What a stranger wrote may be no JSON,
+    or long, or have characters that a terminal obeys."""
     try:
-        return str(json.loads(field))
-    except ValueError:
-        return field
+        text = str(json.loads(field))
+    except (ValueError, RecursionError):
+        text = field
+    text = text[:_MAX_SHOWN_CHARS]
+    return text if text.isprintable() else repr(text)
 
 
 def _age(seconds: float) -> str:

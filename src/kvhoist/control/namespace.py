@@ -157,13 +157,19 @@ def nearest_difference(fields: Mapping[str, str], known: Iterable[Mapping[str, s
     nearest = min(others, key=lambda other: len(ours.differs_from(other)))
     theirs = nearest.field_dict()
     return ", ".join(
-        f"{name} (there {_shown(theirs, name)}, here {_shown(fields, name)})" for name in ours.differs_from(nearest)
+        f"{_printable(name)} (there {_shown(theirs, name)}, here {_shown(fields, name)})"
+        for name in ours.differs_from(nearest)
     )
 
 
 def _shown(fields: Mapping[str, str], name: str) -> str:
-    value = fields.get(name, "nothing")
+    value = _printable(fields.get(name, "nothing"))
     return value if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]}..."
+
+
+def _printable(text: str) -> str:
+    """Return a text of a store's, which a stranger may have written, without what a terminal would obey."""
+    return text if text.isprintable() else repr(text)
 
 
 def _concrete_dtype(kv_dtype: object) -> str:

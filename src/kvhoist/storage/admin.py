@@ -128,18 +128,11 @@ def scrub(
         bad: list[tuple[StorageKey, str]] = []
         done = num_bytes = 0
         for batch in _batches(records):
-            keys = [key for key, _ in batch]
-            blobs = [memoryview(bytearray(length)) for _, length in batch]
-            for key, blob, header in zip(keys, blobs, store.get(keys, blobs), strict=True):
-                fault = "unreadable, or gone meanwhile" if header is None else sealer.check(key, header, blob)
-                if fault is not None:
-                    bad.append((key, fault))
+            bad += _check(store, sealer, batch)
             done += len(batch)
-            num_bytes += sum(map(len, blobs))
+            num_bytes += sum(length for _, length in batch)
             if progress is not None:
                 progress(done, len(records))
-        if not read_only:
-            store.quarantine([key for key, _ in bad])
         return ScrubReport(len(records), num_bytes, tuple(bad), damaged, store.faults(), repaired=not read_only)
 
 
@@ -167,6 +160,21 @@ def remove(folder: str | Path, namespace_prefix: str | None = None) -> RemoveRep
         for digest in set(chosen).difference(left):
             store.forget_namespace_note(digest)
         return RemoveReport(tuple(chosen), removed, len(left))
+
+
+def _check(store: FileStore, sealer: Sealer, batch: list[tuple[StorageKey, int]]) -> list[tuple[StorageKey, str]]:
+    """Read pages, take bad copies out of use (on disk where `store` may write) and look at the copies behind them."""
+    keys = [key for key, _ in batch]
+    blobs = [memoryview(bytearray(length)) for _, length in batch]
+    bad = []
+    for key, blob, header in zip(keys, blobs, store.get(keys, blobs), strict=True):
+        fault = "unreadable, or gone meanwhile" if header is None else sealer.check(key, header, blob)
+        if fault is not None:
+            bad.append((key, fault))
+    store.quarantine([key for key, _ in bad])
+    faulty = dict(bad)
+    behind = [(key, length) for key, length in batch if key in faulty and store.exists([key])[0]]
+    return bad + (_check(store, sealer, behind) if behind else [])
 
 
 def _namespace(header: RecordHeader) -> bytes:

@@ -172,13 +172,12 @@ class StorageIO:
         if blobs is not None and len(blobs) != len(keys):
             raise ConfigError("a batch needs one buffer a key", got=f"{len(keys)} keys, {len(blobs)} buffers")
         flat = [memoryview(blob).cast("B") for blob in blobs] if blobs is not None else [memoryview(b"")] * len(keys)
+        # What moves no bytes is one call: to wake every thread for it takes longer, and the GIL from whoever asks.
+        parts = self._split(flat) if blobs is not None or not keys else [(0, len(keys))]
         if urgency is Urgency.READ and any(blob.readonly for blob in flat) and blobs is not None:
             raise ConfigError("a prefetch needs buffers that can be written", got="a read-only buffer")
         batch = Batch(len(keys), self._clock, self._count_cancelled)
-        chunks = [
-            Chunk(batch, kind, urgency, first, keys[first:end], flat[first:end], act)
-            for first, end in self._split(flat)
-        ]
+        chunks = [Chunk(batch, kind, urgency, first, keys[first:end], flat[first:end], act) for first, end in parts]
         if not chunks:
             batch.close_empty()
         elif (refusal := self._breaker.refusal(kind)) is not None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kvhoist.checksum import checksum
 from kvhoist.errors import ConfigError
 from kvhoist.messages import PageKey, Shard, StorageKey
 from kvhoist.storage.base import Buffer
@@ -41,10 +42,13 @@ _SIGNED = 1
 _IDENTITY = struct.Struct("<32s3IB11x64s")
 _FIXED = struct.Struct("<8sHHIQQ120s16s")
 _PREFIX = struct.Struct("<8sH")
+_SHAPE = struct.Struct("<HI")
 _CHECK_AT = HEADER_BYTES - 8
 _MAC = slice(_FIXED.size, _FIXED.size + 32)
 _NO_MAC = bytes(32)
 _NAMESPACE_BYTES = 32
+_LENGTH_AT = 44
+_CHAIN_HASH_AT = _IDENTITY.size - MAX_CHAIN_HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,13 @@ def key_of(identity: bytes) -> StorageKey:
     return StorageKey(PageKey(namespace, group, chain_hash[:length]), Shard(rank, num_ranks))
 
 
+def _is_identity(packed: bytes) -> bool:
+    """Tell whether `identity_of` can have packed these bytes."""
+    length = packed[_LENGTH_AT]
+    spare = packed[_LENGTH_AT + 1 : _CHAIN_HASH_AT], packed[_CHAIN_HASH_AT + length :]
+    return 0 < length <= MAX_CHAIN_HASH_BYTES and not any(map(any, spare))
+
+
 def namespace_of(identity: bytes) -> bytes:
     """Return the namespace digest inside `identity_of(key)`."""
     return identity[:_NAMESPACE_BYTES]
@@ -95,6 +106,9 @@ def header_fault(header: bytes) -> str | None:
         return f"record version {version}, this kvhoist reads version {RECORD_VERSION}"
     if xxhash.xxh3_64_intdigest(header[:_CHECK_AT]) != int.from_bytes(header[_CHECK_AT:], "little"):
         return "header damaged: its own check differs (torn write or flipped bit)"
+    flags, header_bytes = _SHAPE.unpack_from(header, _PREFIX.size)
+    if flags & ~_SIGNED or header_bytes != HEADER_BYTES or not _is_identity(header[IDENTITY]):
+        return "header impossible: flags, length or key that this version does not write"
     return None
 
 
@@ -113,7 +127,7 @@ def blob_bytes_of(header: bytes) -> int:
 
 def is_blob_of(header: bytes, blob: Buffer) -> bool:
     """Tell whether a sound header's checksum is that of `blob`. Proves no signature: that is `Sealer.check`."""
-    return len(blob) == blob_bytes_of(header) and xxhash.xxh3_128_digest(blob) == header[152:168]
+    return len(blob) == blob_bytes_of(header) and checksum(blob) == header[152:168]
 
 
 def written_at_of(header: bytes) -> int:
@@ -159,7 +173,7 @@ class Sealer:
             len(blob),
             int(self._clock() * 1000),
             identity_of(key),
-            xxhash.xxh3_128_digest(blob),
+            checksum(blob),
         )
         body = (fixed + self._mac(fixed, blob)).ljust(_CHECK_AT, b"\0")
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
@@ -169,7 +183,7 @@ class Sealer:
         fault = header_fault(header)
         if fault is not None:
             return fault
-        _, _, flags, _, blob_bytes, _, identity, checksum = _FIXED.unpack_from(header)
+        _, _, flags, _, blob_bytes, _, identity, stated = _FIXED.unpack_from(header)
         if identity != identity_of(key):
             return _misplaced(key, key_of(identity))
         if blob_bytes != len(blob):
@@ -177,7 +191,7 @@ class Sealer:
         signed = bool(flags & _SIGNED)
         if self._mac_key is not None and not signed:
             return "unsigned record, but this store has a secret"
-        if xxhash.xxh3_128_digest(blob) != checksum:
+        if checksum(blob) != stated:
             return "blob damaged: its XXH3-128 differs (torn write or flipped bit)"
         if self._mac_key is None:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvhoist.storage.file.index import Place
+from kvhoist.storage.file.shelf import Place
 from kvhoist.storage.record import blob_bytes_of, header_fault, is_blob_of
 
 Found = tuple[int, bytes, Place]

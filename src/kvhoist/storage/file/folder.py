@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Mapping
@@ -14,6 +16,9 @@ from typing import Any
 
 from kvhoist.errors import StorageError, StoreFormatError, StoreUnavailableError
 from kvhoist.storage.file.segment import is_no_space, sync_folder
+from kvhoist.storage.notes import parse, read_note
+
+_log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 FORMAT_FILE = "kvhoist-store.json"
@@ -22,17 +27,24 @@ _FORMAT_NAME = "kvhoist-store"
 _HARMLESS = {"lost+found"}
 _UNFINISHED = ".kvhoist-"
 _MAX_JSON_BYTES = 1 << 20
-_DIGEST_BYTES = 32
+_SEGMENT_ID = re.compile("[0-9a-f]{32}")
+_FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 
 
 class Folder:
-    """A folder that is, or just became, a store of FORMAT_VERSION. `store_id`: 16 random bytes, made with it."""
+    """A folder that is, or just became, a store of FORMAT_VERSION. `store_id`: 16 random bytes, made with it.
+
+    What is made in it is its user's alone, and its group's as far as the folder is (`file_mode`, less the umask).
+    """
 
     def __init__(self, path: Path, store_id: bytes) -> None:
         self.path = path
         self.store_id = store_id
         self.segments = path / "segments"
         self._namespaces = path / "namespaces"
+        shared = path.stat().st_mode & 0o070
+        self.file_mode = _FILE_MODE | shared & 0o060
+        self._folder_mode = _FOLDER_MODE | shared
 
     @classmethod
     def open(cls, path: Path, *, read_only: bool) -> Folder:
@@ -51,6 +63,8 @@ class Folder:
             folder = cls(path, _read_format_file(path / FORMAT_FILE))
             if not read_only:
                 folder._make_subfolders()
+            if path.stat().st_mode & stat.S_IWOTH:
+                _log.warning("every user of this machine can write to %s: without a secret they can plant pages", path)
         except OSError as error:
             raise _unavailable(path, error, read_only=read_only) from error
         except ValueError as error:  # a NUL, or a lone surrogate
@@ -68,7 +82,7 @@ class Folder:
         if _read_note(target) is not None:
             return
         try:
-            _write_whole(target, {"digest": digest.hex(), "fields": dict(fields)})
+            _write_whole(target, {"digest": digest.hex(), "fields": dict(fields)}, self.file_mode)
         except OSError as error:
             raise _unavailable(self.path, error, read_only=False) from error
 
@@ -77,21 +91,32 @@ class Folder:
         notes = (_read_note(path) for path in sorted(self._namespaces.glob("*.json")))
         return {digest: fields for note in notes if note is not None for digest, fields in [note]}
 
+    def segment_files(self, suffix: str) -> list[Path]:
+        """Return what lies under the name of a segment, whatever it is; other names are left alone. Raises OSError."""
+        return [Path(entry.path) for entry in os.scandir(self.segments) if _is_segment_name(entry.name, suffix)]
+
     def forget_namespace(self, digest: bytes) -> None:
-        """Remove the note, if there is one."""
-        (self._namespaces / f"{digest.hex()}.json").unlink(missing_ok=True)
+        """Remove the note, if there is one. Raises StoreUnavailableError."""
+        try:
+            (self._namespaces / f"{digest.hex()}.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise _unavailable(self.path, error, read_only=False) from error
 
     def _make_subfolders(self) -> None:
         for folder in (self.segments, self._namespaces):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(mode=self._folder_mode, exist_ok=True)
         sync_folder(self.path)
         probe = self.segments / f"{_UNFINISHED}{secrets.token_hex(8)}"
-        fd = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        fd = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, self.file_mode)
         try:  # a file system that is mounted read-only, or has no locks, shows only when tried
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             os.close(fd)
             probe.unlink(missing_ok=True)
+
+
+def _is_segment_name(name: str, suffix: str) -> bool:
+    return name.endswith(suffix) and _SEGMENT_ID.fullmatch(name.removesuffix(suffix)) is not None
 
 
 def _check_place(path: Path, *, read_only: bool) -> None:
@@ -117,15 +142,16 @@ def _make_durably(path: Path) -> None:
     """Make the folder and those above it that are missing, and let their names survive a power cut where their own
     folder can be read."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in reversed(missing):  # one by one: whoever may write above a folder may put another in its place
+        folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
     for folder in missing:
         with contextlib.suppress(OSError):
             sync_folder(folder.parent)
 
 
-def _write_durably(path: Path, text: str) -> None:
-    """Write a file whose name, once it is its own, is never that of bytes which were lost with the machine."""
-    with path.open("w") as file:
+def _write_durably(path: Path, text: str, mode: int) -> None:
+    """Write a new file whose name, once it is its own, is never that of bytes which were lost with the machine."""
+    with open(path, "x", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -135,10 +161,11 @@ def _publish_format_file(path: Path) -> None:
     target = path / FORMAT_FILE
     if target.exists():
         return
+    mode = _FILE_MODE | path.stat().st_mode & 0o060
     unfinished = path / f"{_UNFINISHED}{secrets.token_hex(8)}"
     content = {"format": _FORMAT_NAME, "version": FORMAT_VERSION, "store_id": secrets.token_hex(16)}
     try:
-        _write_durably(unfinished, json.dumps(content, indent=1) + "\n")
+        _write_durably(unfinished, json.dumps(content, indent=1) + "\n", mode)
         os.link(unfinished, target)  # unlike a rename, never replaces what another process just made
     except FileExistsError:
         pass
@@ -172,12 +199,9 @@ def _read_format_file(path: Path) -> bytes:
 
 def _read_note(path: Path) -> tuple[bytes, dict[str, str]] | None:
     try:
-        content = _read_json(path)
-        digest = bytes.fromhex(path.stem)
-        fields = {str(name): str(value) for name, value in content["fields"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return read_note(path.stem, _read_json(path)["fields"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return (digest, fields) if fields and len(digest) == _DIGEST_BYTES else None
 
 
 def _read_json(path: Path) -> Any:
@@ -188,16 +212,13 @@ def _read_json(path: Path) -> Any:
         text = file.read(_MAX_JSON_BYTES + 1)
     if len(text) > _MAX_JSON_BYTES:
         raise ValueError(f"more than {_MAX_JSON_BYTES} bytes")
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
+    return parse(text)
 
 
-def _write_whole(target: Path, content: object) -> None:
+def _write_whole(target: Path, content: object, mode: int) -> None:
     unfinished = target.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
     try:
-        _write_durably(unfinished, json.dumps(content, indent=1, sort_keys=True) + "\n")
+        _write_durably(unfinished, json.dumps(content, indent=1, sort_keys=True) + "\n", mode)
         os.rename(unfinished, target)
     except BaseException:
         unfinished.unlink(missing_ok=True)

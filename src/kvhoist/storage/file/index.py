@@ -6,63 +6,13 @@ No I/O happens here, and every method is called under the store's one lock.
 from __future__ import annotations
 
 import heapq
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from kvhoist.errors import StorageError
-from kvhoist.storage.file.segment import Segment, slots_that_fit
+from kvhoist.storage.file.segment import slots_that_fit
+from kvhoist.storage.file.shelf import Place, Shelf
 from kvhoist.storage.record import namespace_of
-
-
-@dataclass(slots=True, eq=False)
-class Shelf:
-    """A segment and what this process knows of its slots.
-
-    `free` is a heap of slots to give out; `stale` those of them whose header on disk is still a valid one and must be
-    cleared before the slot is written. `num_writing` slots are given out and not yet published; `num_users` calls are
-    inside the file, which is closed when it is `gone` and they are out. Of a foreign segment `checks` keeps the last
-    word of each header as it was last read, `generation` when that was.
-    """
-
-    segment: Segment
-    owned: bool
-    identities: list[bytes | None]
-    num_pages: int = 0
-    free: list[int] = field(default_factory=list)
-    stale: set[int] = field(default_factory=set)
-    num_writing: int = 0
-    num_users: int = 0
-    last_used: int = 0
-    gone: bool = False
-    closed: bool = False
-    checks: npt.NDArray[np.uint64] | None = None
-    generation: int = -1
-    orphan_since: float | None = None
-
-    @classmethod
-    def of(cls, segment: Segment, *, owned: bool) -> Shelf:
-        return cls(segment, owned, [None] * segment.num_slots)
-
-    def close_if_unused(self, lock: threading.Condition) -> None:
-        """Close the file where the segment is gone and no call is inside. Called without the lock."""
-        with lock:
-            closes = self.gone and not self.closed and not self.num_users and not self.num_writing
-            self.closed |= closes
-        if closes:
-            self.segment.close()
-
-
-class Place(NamedTuple):
-    """Where a page lies. A page that is written anew gets a new Place: compare with `is`."""
-
-    shelf: Shelf
-    slot: int
 
 
 class SizeClass:
@@ -74,12 +24,17 @@ class SizeClass:
 
 
 class Index:
-    """All pages that can be read here. `capacity_bytes` bounds the files of the owned segments."""
+    """All pages that can be read here. `capacity_bytes` bounds the files of the owned segments.
+
+    `foreign` has the pages that are served from other processes' segments: none that an owned segment holds. Where else
+    in those segments a page lies stands in `copies`: should the copy that is served go, the first of them takes over.
+    """
 
     def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.pending: set[bytes] = set()
         self.foreign: dict[bytes, Place] = {}
+        self.copies: dict[bytes, list[Place]] = {}
         self.foreign_shelves: dict[str, Shelf] = {}
         self.owned_bytes = 0
         self.num_evicted = 0
@@ -126,6 +81,7 @@ class Index:
         size_class.shelves.remove(shelf)
         for identity in filter(None, shelf.identities):
             del size_class.pages[identity]
+            self._serve_copy(identity)
             self.num_evicted += 1
         self.owned_bytes -= shelf.segment.file_bytes
         shelf.gone = True
@@ -148,6 +104,8 @@ class Index:
         shelf.identities[slot] = identity
         shelf.num_pages += 1
         self._classes[shelf.segment.pitch_bytes].pages[identity] = place
+        if (theirs := self.foreign.pop(identity, None)) is not None:
+            self.copies.setdefault(identity, []).insert(0, theirs)
         self._use(shelf)
 
     def give_back(self, place: Place, *, stale: bool) -> None:
@@ -165,6 +123,7 @@ class Index:
             place = size_class.pages.pop(identity, None)
             if place is not None:
                 self._empty(place)
+                self._serve_copy(identity)
                 return place
         return None
 
@@ -173,8 +132,9 @@ class Index:
         size_class = self._classes.get(pitch_bytes)
         evicted = 0
         while size_class is not None and evicted < count and size_class.pages:
-            _, place = size_class.pages.popitem(last=False)
+            identity, place = size_class.pages.popitem(last=False)
             self._empty(place)
+            self._serve_copy(identity)
             self.give_back(place, stale=True)
             evicted += 1
         self.num_evicted += evicted
@@ -201,13 +161,25 @@ class Index:
         return oldest
 
     def set_foreign(self, shelf: Shelf, slot: int, identity: bytes | None) -> None:
-        """Note what a slot of a foreign segment holds now. Of two copies of a page the first stays."""
+        """Note what a slot of a foreign segment holds now. Of several copies of a page the first is served."""
         before = shelf.identities[slot]
-        if before is not None and self.foreign.get(before, (None,))[0] is shelf:
-            del self.foreign[before]
+        if before is not None:
+            self._take_away(before, shelf, slot)
         shelf.identities[slot] = identity
-        if identity is not None:
-            self.foreign.setdefault(identity, Place(shelf, slot))
+        if identity is None:
+            return
+        place = Place(shelf, slot)
+        if self.find(identity) is None:
+            self.foreign[identity] = place
+        else:
+            self.copies.setdefault(identity, []).append(place)
+
+    def forget_served(self, identity: bytes) -> bool:
+        """Take the copy of a page that is served from a foreign segment out of use, until its slot is written anew."""
+        place = self.foreign.get(identity)
+        if place is not None:
+            self.set_foreign(*place, None)
+        return place is not None
 
     def drop_foreign(self, shelf: Shelf) -> None:
         """Forget a foreign segment."""
@@ -244,12 +216,33 @@ class Index:
                 _demand(shelf.identities[slot] == identity, "a page and its slot disagree")
         files = sum(shelf.segment.file_bytes for shelf in self.owned_shelves())
         _demand(files == self.owned_bytes, "the bytes of the owned segments are miscounted")
-        for identity, (shelf, slot) in self.foreign.items():
+        for identity, place in self.foreign.items():
+            _demand(self.find(identity) is place, "a page of our own is served from another's segment")
+        copies = [(identity, place) for identity, places in self.copies.items() for place in places]
+        for identity, (shelf, slot) in [*self.foreign.items(), *copies]:
             _demand(shelf.identities[slot] == identity, "a foreign page and its slot disagree")
+        _demand(all(self.find(identity) is not None for identity, _ in copies), "a copy of a page is hidden")
+        noted = sum(identity is not None for shelf in self.foreign_shelves.values() for identity in shelf.identities)
+        _demand(noted == len(self.foreign) + len(copies), "a copy of a page is lost")
 
     def _empty(self, place: Place) -> None:
         place.shelf.identities[place.slot] = None
         place.shelf.num_pages -= 1
+
+    def _serve_copy(self, identity: bytes) -> None:
+        """The copy of a page that was served is gone: serve another one, if there is one."""
+        if (places := self.copies.get(identity)) is not None:
+            self.foreign[identity] = places.pop(0)
+            if not places:
+                del self.copies[identity]
+
+    def _take_away(self, identity: bytes, shelf: Shelf, slot: int) -> None:
+        """A slot of a foreign segment does not hold a page any more."""
+        if self.foreign.get(identity) == (shelf, slot):
+            del self.foreign[identity]
+            self._serve_copy(identity)
+        elif left := [place for place in self.copies.pop(identity, []) if place != (shelf, slot)]:
+            self.copies[identity] = left
 
     def _use(self, shelf: Shelf) -> None:
         self._uses += 1

@@ -21,9 +21,10 @@ import numpy as np
 from kvhoist.storage.file.direct import Direct
 from kvhoist.storage.file.duplicates import Found, without_duplicates
 from kvhoist.storage.file.folder import Folder
-from kvhoist.storage.file.index import Index, Place, Shelf
+from kvhoist.storage.file.index import Index
 from kvhoist.storage.file.scan import last_words, scan_slots, used_slots
 from kvhoist.storage.file.segment import SUFFIX, UNFINISHED_SUFFIX, Segment, SegmentFault
+from kvhoist.storage.file.shelf import Place, Shelf
 
 _ORPHAN_CHECK_S = 10.0
 _ORPHAN_KEEP_S = 7 * 86400.0
@@ -141,7 +142,7 @@ class Neighbours:
     def _paths(self, suffix: str) -> list[Path]:
         if self._read_only and not self._folder.segments.exists():
             return []
-        return [Path(entry.path) for entry in os.scandir(self._folder.segments) if entry.name.endswith(suffix)]
+        return self._folder.segment_files(suffix)
 
     def _find_new(self) -> None:
         with self._grow_lock:  # else a segment that the writer just made would look like another's
@@ -202,8 +203,7 @@ class Neighbours:
                 self._index.give_back(place, stale=True)
 
     def _publish_first(self, identity: bytes, place: Place) -> None:
-        before = self._index.find(identity)
-        held = before is not None and before.shelf.owned
+        held = (before := self._index.find(identity)) is not None and before.shelf.owned
         self._index.give_back(place, stale=True) if held else self._index.publish(identity, place)
 
     def _read_owned(self, segment: Segment) -> tuple[Shelf, list[tuple[int, int, bytes]]]:
@@ -285,7 +285,7 @@ class Neighbours:
 def _delete_orphan(path: Path) -> bool:
     """Delete a file that no process holds the lock of; tell whether it is gone."""
     try:
-        fd = os.open(path, os.O_RDWR)
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
         return True
     except OSError:

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvhoist.storage.base import Buffer
-from kvhoist.storage.file.index import Index, Place, Shelf
+from kvhoist.storage.file.index import Index
 from kvhoist.storage.file.segment import Segment, runs_of
+from kvhoist.storage.file.shelf import Place, Shelf
 from kvhoist.storage.record import HEADER_BYTES, header_fault
 
 _MAX_RUN_PAGES = 512
@@ -82,7 +83,7 @@ class Reader:
         place.shelf.generation = -1
         if any(header) and header_fault(header) is not None:
             return True
-        del self._index.foreign[identity]  # so that whoever asks for it next has the segment looked at
+        self._index.forget_served(identity)  # so that whoever asks for it next has the segment looked at
         return False
 
     def _read_run(self, segment: Segment, slot: int, buffers: Sequence[Buffer]) -> list[bytes | None]:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
+import stat
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,6 +21,7 @@ import xxhash
 from kvhoist.errors import StorageError
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.file.direct import ALIGNMENT, Direct
+from kvhoist.storage.file.table import OwnTable
 from kvhoist.storage.file.vectored import read_all, write_all
 from kvhoist.storage.record import HEADER_BYTES
 from kvhoist.units import round_up
@@ -86,20 +86,18 @@ class Segment:
         self._blobs_at = self.file_bytes - num_slots * pitch_bytes
         self._direct = direct
         self._direct_fd = direct.open(fd, writable=writable)
-        self._table_lock = threading.Lock()
-        self._own: memoryview | None = None
+        self._own: OwnTable | None = None
 
     @classmethod
-    def create(cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, direct: Direct) -> Segment:
+    def create(
+        cls, folder: Path, store_id: bytes, pitch_bytes: int, num_slots: int, direct: Direct, mode: int = 0o600
+    ) -> Segment:
         """Make, lock and preallocate a segment in `folder`; it appears under its name when it is whole and durable, so
-        that a power cut never costs a segment.
-
-        Raises OSError (ENOSPC for a full disk) and leaves nothing behind then.
-        """
+        that a power cut never costs a segment. Raises OSError (ENOSPC for a full disk) and leaves nothing then."""
         segment_id = secrets.token_bytes(16)
         path = folder / (segment_id.hex() + SUFFIX)
         unfinished = path.with_suffix(UNFINISHED_SUFFIX)
-        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o660)
+        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
         segment = None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,10 +118,10 @@ class Segment:
     @classmethod
     def open(cls, path: Path, store_id: bytes, direct: Direct, *, writable: bool) -> Segment:
         """Open a segment of the store `store_id`. Raises SegmentFault where it is none, OSError where unreadable."""
-        # Not blocking: what lies here under a segment's name may be a pipe.
-        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK)
+        # What lies here under a segment's name may be a pipe, which would block, or lead out of the folder.
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
-            pitch_bytes, num_slots = _read_superblock(os.pread(fd, ALIGNMENT, 0), path.stem, store_id)
+            pitch_bytes, num_slots = _read_superblock(fd, path.stem, store_id)
         except BaseException:
             os.close(fd)
             raise
@@ -166,27 +164,25 @@ class Segment:
 
     def keep_table(self, table: bytes) -> None:
         """Keep the headers that the owner read, or none yet, in memory from now on."""
-        own = memoryview(mmap.mmap(-1, self._blobs_at - _GENERATION_AT))
-        own[_TABLE_AT - _GENERATION_AT :][: len(table)] = table
-        self._own = own
+        self._own = OwnTable(table, self._blobs_at - _GENERATION_AT, self._write_own)
 
     def read_headers(self, slot: int, count: int) -> list[bytes]:
         """Return the headers of `count` slots from `slot` on: the owner's as they were written. Raises OSError."""
-        at = _TABLE_AT + slot * HEADER_BYTES
         if self._own is None:
-            table = os.pread(self.fd, count * HEADER_BYTES, at)
+            table = os.pread(self.fd, count * HEADER_BYTES, _TABLE_AT + slot * HEADER_BYTES)
         else:
-            table = bytes(self._own[at - _GENERATION_AT :][: count * HEADER_BYTES])
+            table = self._own.read(slot * HEADER_BYTES, count * HEADER_BYTES)
         return [table[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(count)]
 
     def write_headers(self, slot: int, headers: Sequence[bytes]) -> None:
-        """Write the headers of neighbouring slots; the owner's part. Raises OSError."""
-        self._write_own(b"".join(headers), _TABLE_AT + slot * HEADER_BYTES)
+        """Write the headers of neighbouring slots, then a new generation: readers in other processes see that headers
+        changed. The owner's part. Raises OSError."""
+        self._change(slot, headers, tells=True)
 
     def clear_headers(self, slots: Sequence[int]) -> None:
         """Write zeros over the headers of `slots`, ascending. Raises OSError."""
         for run in runs_of(slots):
-            self.write_headers(run[0], [_NO_HEADER] * len(run))
+            self._change(run[0], [_NO_HEADER] * len(run), tells=False)
 
     def write_blobs(self, slot: int, blobs: Sequence[Buffer]) -> None:
         """Write the blobs of neighbouring slots in one go. Raises OSError."""
@@ -200,12 +196,8 @@ class Segment:
         done = self._direct.read(self._direct_fd, buffers, self.pitch_bytes, offset)
         return done or read_all(self.fd, self._spaced(buffers), offset)
 
-    def bump_generation(self) -> None:
-        """Tell readers in other processes that headers changed; the owner's part. Raises OSError."""
-        self._write_own(time.monotonic_ns().to_bytes(8, "little"), _GENERATION_AT)
-
     def generation(self) -> int:
-        """Return what changes with every `bump_generation`. Raises OSError."""
+        """Return what changes when headers were written. Raises OSError."""
         return int.from_bytes(os.pread(self.fd, 8, _GENERATION_AT), "little")
 
     def sync(self) -> None:
@@ -217,17 +209,13 @@ class Segment:
         if self._direct_fd is not None:
             os.close(self._direct_fd)
 
-    def _write_own(self, data: bytes, offset: int) -> None:
-        """Write into the generation or the table: whole blocks, hence one thread at a time, or through the page cache
-        what has changed."""
+    def _change(self, slot: int, headers: Sequence[bytes], *, tells: bool) -> None:
         assert self._own is not None, "only the owner writes"
-        begin, end = offset - _GENERATION_AT, offset - _GENERATION_AT + len(data)
-        with self._table_lock:
-            self._own[begin:end] = data
-            first = begin - begin % ALIGNMENT
-            blocks = self._own[first : round_up(end, ALIGNMENT)]
-            if not self._direct.write(self._direct_fd, [blocks], len(blocks), _GENERATION_AT + first):
-                write_all(self.fd, [self._own[begin:end]], offset)
+        self._own.write(b"".join(headers), slot * HEADER_BYTES, tells=tells)
+
+    def _write_own(self, blocks: Buffer, offset: int) -> None:
+        if not self._direct.write(self._direct_fd, [blocks], len(blocks), _GENERATION_AT + offset):
+            write_all(self.fd, [blocks], _GENERATION_AT + offset)
 
     def _spaced(self, blobs: Sequence[Buffer]) -> list[Buffer]:
         """Put what is between the end of each blob and the next slot between the blobs."""
@@ -274,8 +262,11 @@ def is_no_space(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _read_superblock(block: bytes, stem: str, store_id: bytes) -> tuple[int, int]:
-    if len(block) < ALIGNMENT:
+def _read_superblock(fd: int, stem: str, store_id: bytes) -> tuple[int, int]:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise SegmentFault("no regular file")
+    if len(block := os.pread(fd, ALIGNMENT, 0)) < ALIGNMENT:
         raise SegmentFault("truncated inside of its superblock", damaged=True)
     magic, version = _PREFIX.unpack_from(block)
     if magic != _MAGIC:
@@ -292,4 +283,6 @@ def _read_superblock(block: bytes, stem: str, store_id: bytes) -> tuple[int, int
     fits = 0 < pitch_bytes <= MAX_PITCH_BYTES and pitch_bytes % ALIGNMENT == 0 and 0 < num_slots <= MAX_SLOTS
     if not fits or (table_at, blobs_at) != (_TABLE_AT, file_bytes_of(pitch_bytes, num_slots) - num_slots * pitch_bytes):
         raise SegmentFault(f"an impossible shape: {num_slots} slots of {pitch_bytes} bytes from {blobs_at} on")
+    if status.st_size < blobs_at:  # neither memory nor time is spent on slots that a few bytes only speak of
+        raise SegmentFault("truncated inside of its table", damaged=True)
     return pitch_bytes, num_slots

@@ -14,9 +14,10 @@ from kvhoist.storage.base import Buffer, StoreStats
 from kvhoist.storage.file.capacity import default_capacity_bytes, segment_bytes_for
 from kvhoist.storage.file.direct import Direct
 from kvhoist.storage.file.folder import FORMAT_FILE, Folder
-from kvhoist.storage.file.index import Index, Place
+from kvhoist.storage.file.index import Index
 from kvhoist.storage.file.neighbours import Neighbours
 from kvhoist.storage.file.reader import Reader
+from kvhoist.storage.file.shelf import Place
 from kvhoist.storage.file.sync import Syncer, interval_of
 from kvhoist.storage.file.writer import Page, Writer
 from kvhoist.storage.record import HEADER_BYTES, IDENTITY, identity_of, key_of
@@ -136,12 +137,14 @@ class FileStore:
             return [self._index.find(identity) is not None for identity in identities]
 
     def quarantine(self, keys: Sequence[StorageKey]) -> None:
-        """Take records out of use: an owned one for good, one of another process until its owner writes to its slot."""
+        """Take records out of use: an owned one for good, one of another process until its owner writes to its slot.
+        Where other segments hold the page too, another copy is served from then on."""
         self._check_open()
-        count = self._clear([identity_of(key) for key in keys])
+        identities = set(map(identity_of, keys))
         with self._lock:
-            for identity in map(identity_of, keys):
-                count += self._index.foreign.pop(identity, None) is not None
+            theirs = {identity for identity in identities if self._index.forget_served(identity)}
+        count = len(theirs) + self._clear([*identities - theirs])
+        with self._lock:
             self._counts["quarantined"] += count
 
     def remove(self, keys: Sequence[StorageKey]) -> int:

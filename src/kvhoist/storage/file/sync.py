@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 
 from kvhoist.errors import ConfigError
-from kvhoist.storage.file.index import Shelf
+from kvhoist.storage.file.shelf import Shelf
 
 FSYNC_POLICIES = ("never", "batch", "interval:SECONDS")
 _MAX_INTERVAL_S = 86400.0

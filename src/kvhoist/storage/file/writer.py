@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.file.direct import Direct
 from kvhoist.storage.file.folder import Folder
-from kvhoist.storage.file.index import Index, Place, Shelf
+from kvhoist.storage.file.index import Index
 from kvhoist.storage.file.segment import Segment, is_no_space, pitch_of, runs_of, slots_that_fit
+from kvhoist.storage.file.shelf import Place, Shelf
 from kvhoist.storage.file.sync import Syncer
 
 _FULL_DISK_PAUSE_S = 5.0
@@ -118,7 +119,6 @@ class Writer:
         good: set[int] = set()
         try:
             good = self._store(shelf, pages)
-            self._tell_others(shelf)
         finally:
             with self._lock:
                 shelf.num_writing -= len(pages)
@@ -152,12 +152,6 @@ class Writer:
             self._note_failure(error, len(good))
             return set()
         return set(good)
-
-    def _tell_others(self, shelf: Shelf) -> None:
-        try:
-            shelf.segment.bump_generation()
-        except OSError as error:  # the pages are there; other processes see them with the next change
-            _log.warning("other processes cannot see new pages of %s yet: %s", shelf.segment.path, error)
 
     def _each_run(self, slots: Sequence[int], act: Callable[[Sequence[int]], None]) -> list[int]:
         """Run `act` on each run of neighbouring slots, slot by slot where that fails; return the good slots."""
@@ -208,8 +202,9 @@ class Writer:
         wanted = num_slots
         while num_slots:
             try:
+                folder = self._folder
                 segment = Segment.create(
-                    self._folder.segments, self._folder.store_id, pitch_bytes, num_slots, self._direct
+                    folder.segments, folder.store_id, pitch_bytes, num_slots, self._direct, folder.file_mode
                 )
             except OSError as error:
                 num_slots = num_slots // 4 if is_no_space(error) else 0

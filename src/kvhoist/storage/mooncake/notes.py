@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from kvhoist.errors import StorageError
 from kvhoist.storage.mooncake.client import Client
+from kvhoist.storage.notes import parse, read_note
 
 NUM_SLOTS = 64
 _MAX_NOTE_BYTES = 64 << 10
@@ -38,10 +38,10 @@ def read_notes(client: Client) -> dict[bytes, dict[str, str]]:
     found: dict[bytes, dict[str, str]] = {}
     for slot, taken in zip(_SLOTS, client.held(_SLOTS), strict=True):
         if taken:
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                note: dict[str, Any] = json.loads(_read(client, slot))
-                fields = {str(name): str(value) for name, value in note["fields"].items()}
-                found.setdefault(bytes.fromhex(note["namespace"]), fields)
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                content = parse(_read(client, slot))
+                if (note := read_note(content["namespace"], content["fields"])) is not None:
+                    found.setdefault(*note)
     return found
 
 
