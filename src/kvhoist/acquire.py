@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 
 from kvhoist.binding import Binding
 from kvhoist.control.entry import Entry
-from kvhoist.control.pins import Pins
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.tiers import Tier
 from kvhoist.lease import Match
@@ -26,13 +25,14 @@ class Acquisition:
 
     def __init__(self, plane: ControlPlane, match: Match, transfers: dict[int, Transfer], for_whom: str) -> None:
         self.transfers: list[Transfer] = []
-        self.pins = Pins(plane.directory)
+        self.pins = plane.pins()
         self._plane = plane
         self._space = match.space
         self._keys = list(match.keys)
         self._limit = len(self._keys)
         self._all_transfers = transfers
         self._for_whom = for_whom
+        self.joined: set[int] = set()
         self._found_in: dict[int, Tier] = {}
         self._ready: list[Entry] = []
         self._arriving: list[int] = []
@@ -49,7 +49,9 @@ class Acquisition:
             job_ids |= self._coming(self._keys[len(entries)])
         dispatch()
         waits = [self._all_transfers[job_id] for job_id in sorted(job_ids) if job_id in self._all_transfers]
-        self.transfers += [transfer for transfer in waits if transfer not in self.transfers]
+        # What others have cancelled is not a failure: it is fetched again.
+        lasting = [transfer for transfer in waits if not self._plane.flights.is_cancelled(transfer.job.id)]
+        self.transfers += [transfer for transfer in lasting if transfer not in self.transfers]
         self._ready = _leading_ready(entries)
         if job_ids:  # what another request is computing is not ours to read
             filling = self._plane.flights.job_filling
@@ -65,11 +67,17 @@ class Acquisition:
         self._pin(entries)
         self._ready = _leading_ready(entries)
 
-    def give_up(self, late: Transfer) -> bool:
-        """End the prefix before the pages that a transfer brings, and tell whether nobody else waits for it."""
-        first = next((i for i, key in enumerate(self._keys[: self._limit]) if key in late.job.keys), self._limit)
+    def give_up(self, late: Transfer) -> None:
+        """End the prefix before the pages that a prefetch has not brought yet, and wait for it no more."""
+        coming = {key for key in late.job.keys if self._brings(late, key)}
+        first = next((i for i, key in enumerate(self._keys[: self._limit]) if key in coming), self._limit)
         self._limit = first
-        return self._plane.flights.is_only_for(late.job.id, self.pins)
+        self._plane.flights.leave(late.job.id, self.pins)
+
+    def leave(self) -> None:
+        """Wait for no prefetch any more."""
+        for job_id in self.joined:
+            self._plane.flights.leave(job_id, self.pins)
 
     def only_loads(self, waits: list[Transfer]) -> bool:
         """Tell whether nothing but loads is under way."""
@@ -125,14 +133,22 @@ class Acquisition:
         target = Tier.DEVICE if tier is Tier.HOST else Tier.HOST
         start(self._space, self._keys, first, last, for_whom=self._for_whom)
         job_ids = self._jobs_filling(entries[first:last], target)
-        for job_id in job_ids:
-            self._plane.flights.join(job_id, self.pins)
-        return job_ids
+        return self._join(job_ids)
 
     def _coming(self, key: bytes) -> set[int]:
         """Return the job that brings the first page that no tier has ready, where another request started one."""
         entry = self._plane.directory.find(self._space, key)
-        return set() if entry is None else self._jobs_filling([entry], Tier.DEVICE, Tier.HOST)
+        return set() if entry is None else self._join(self._jobs_filling([entry], Tier.DEVICE, Tier.HOST))
+
+    def _join(self, job_ids: set[int]) -> set[int]:
+        for job_id in job_ids - self.joined:
+            self._plane.flights.join(job_id, self.pins)
+        self.joined |= job_ids
+        return job_ids
+
+    def _brings(self, prefetch: Transfer, key: bytes) -> bool:
+        entry = self._plane.directory.find(self._space, key)
+        return entry is not None and self._plane.flights.job_filling(entry, Tier.HOST) == prefetch.job.id
 
     def _jobs_filling(self, entries: list[Entry], *tiers: Tier) -> set[int]:
         found = (self._plane.flights.job_filling(entry, tier) for entry in entries for tier in tiers)
@@ -156,28 +172,34 @@ def run(
     layerwise: bool,
 ) -> list[Transfer]:
     """Step until the prefix is there or `timeout_s` passed; return the loads under way (layer-wise leases only). Pages
-    from storage that are late by the prefetch policy end the prefix, and are not fetched if nobody else wants them."""
+    from storage that are late by the prefetch policy end the prefix. Prefetches that nobody waits for when this ends,
+    however it does, are cancelled as far as they have not begun."""
     began = time.monotonic()
-    while True:
-        with lock:
-            waits = acquisition.step(binding.dispatch)
-        if not waits:
-            return []
-        if layerwise and acquisition.only_loads(waits):
-            return waits
-        prefetches = [transfer for transfer in waits if transfer.job.kind is JobKind.PREFETCH]
-        num_pages = sum(transfer.job.num_pages for transfer in prefetches)
-        patience_s = min(timeout_s, binding.prefetching.limit_s(num_pages))
-        late = _first_late(waits, began, timeout_s, patience_s)
-        if late is None:
-            continue
-        with lock:
-            if late not in prefetches or time.monotonic() >= began + timeout_s:
-                acquisition.look()
+    try:
+        while True:
+            with lock:
+                waits = acquisition.step(binding.dispatch)
+            if not waits:
                 return []
-            unwanted = acquisition.give_up(late)
-        if unwanted:
-            binding.mover.cancel(late.job.id)
+            if layerwise and acquisition.only_loads(waits):
+                return waits
+            prefetches = [transfer for transfer in waits if transfer.job.kind is JobKind.PREFETCH]
+            num_pages = sum(transfer.job.num_pages for transfer in prefetches)
+            patience_s = min(timeout_s, binding.prefetching.limit_s(num_pages))
+            late = _first_late(waits, began, timeout_s, patience_s)
+            if late is None:
+                continue
+            with lock:
+                if late not in prefetches or time.monotonic() >= began + timeout_s:
+                    acquisition.look()
+                    return []
+                acquisition.give_up(late)
+            binding.cancel_deserted()
+    finally:
+        if acquisition.joined:
+            with lock:
+                acquisition.leave()
+            binding.cancel_deserted()
 
 
 def _first_late(waits: list[Transfer], began: float, timeout_s: float, patience_s: float) -> Transfer | None:

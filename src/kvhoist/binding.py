@@ -13,6 +13,7 @@ from kvhoist.config import CacheConfig
 from kvhoist.control.directory import Directory
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.policy import WritePolicy
+from kvhoist.control.staging import check_staging
 from kvhoist.control.tiers import Tier
 from kvhoist.device_layout import DeviceCache
 from kvhoist.engine_points import EnginePoints
@@ -77,13 +78,16 @@ class Binding:
             self.slot = StoreSlot(self.lock, self.arena, config, store)
             undo.callback(self.slot.close, timeout_s=30.0)
             attached = self.slot.current
+            persists = attached is not None and attached.persists
+            check_staging(config.host_retain, persists=persists)
             self.plane = ControlPlane(
                 group,
                 directory,
                 policy,
                 device_owned=config.device_owned,
                 has_storage=attached is not None,
-                persists=attached is not None and attached.persists,
+                persists=persists,
+                host_retain=config.host_retain,
                 clock=time.monotonic,
             )
             self.mover = Mover(
@@ -155,6 +159,13 @@ class Binding:
                     self.transfers[job.id] = transfer
         return submitted
 
+    def cancel_deserted(self) -> None:
+        """Cancel the prefetches that nobody waits for any more. Never with `lock` held."""
+        with self.lock:
+            deserted = self.plane.flights.take_cancels()
+        for job_id in deserted:
+            self.mover.cancel(job_id)
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is under way; False where `timeout_s` passed first."""
         with self.lock:
@@ -191,6 +202,7 @@ class Binding:
                 host_bytes=self.arena.num_bytes,
                 page_bytes=self.plane.group.page_bytes,
                 num_store_errors=self.slot.num_errors,
+                prefetches=self.plane.prefetch_stats(),
             )
 
     def close(self, *, drain: bool, timeout_s: float) -> CloseReport:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from kvhoist.checks import count, seconds
 from kvhoist.control.eviction import EvictionFactory
-from kvhoist.control.prefetch_policy import PrefetchPolicy
-from kvhoist.errors import ConfigError
+from kvhoist.control.prefetch_policy import PrefetchPolicy, PrefetchWait
+from kvhoist.errors import ConfigError, PolicyError
 from kvhoist.units import parse_bytes
 
 DEFAULT_STAGING_BYTES = 256 << 20
@@ -29,6 +29,8 @@ class CacheConfig:
     acquire_timeout_s: how long `acquire` waits for pages on their way; what is late is recomputed.
     prefetch_policy: how long it waits for pages from storage within that: `best_effort` (not at all), `wait_complete`,
         or `timeout`: `prefetch_timeout_s`, and `prefetch_timeout_per_page_s` for each page.
+    host_retain: None keeps pages in the host tier until room is needed. 0 keeps none: a page goes as soon as storage
+        has it and nobody uses it there, so that host memory only holds what is on its way.
     io_threads, max_queued_pages: the storage I/O pool and how many pages may wait to be persisted, beyond which they
         are dropped and counted; None is half of the host tier (waiting pages stay pinned there), at least 64.
     history_pages: how many evicted or failed pages `explain` remembers.
@@ -51,6 +53,7 @@ class CacheConfig:
     prefetch_policy: str = "timeout"
     prefetch_timeout_s: float = 30.0
     prefetch_timeout_per_page_s: float = 0.0
+    host_retain: int | None = None
     io_threads: int = 8
     max_queued_pages: int | None = None
     history_pages: int = 65536
@@ -64,6 +67,7 @@ class CacheConfig:
         for name in ("lookup_timeout_s", "acquire_timeout_s"):
             if seconds(name, getattr(self, name)) > 86400:
                 raise ConfigError(f"{name} is out of range", got=getattr(self, name), expected="at most 86400 seconds")
+        check_host_retain(self.host_retain, self.prefetch_policy)
         self.prefetching()
         count("io_threads", self.io_threads, least=1, most=256)
         if self.max_queued_pages is not None:
@@ -81,3 +85,14 @@ class CacheConfig:
     def prefetching(self) -> PrefetchPolicy:
         """Return the prefetch policy. Raises PolicyError for an unknown name, ConfigError for times that cannot be."""
         return PrefetchPolicy.parse(self.prefetch_policy, self.prefetch_timeout_s, self.prefetch_timeout_per_page_s)
+
+
+def check_host_retain(host_retain: int | None, prefetch_policy: str) -> None:
+    """Raise ConfigError for a `host_retain` that cannot be, PolicyError for a prefetch policy that it makes useless."""
+    if host_retain is not None and (isinstance(host_retain, bool) or host_retain != 0):
+        raise ConfigError("host_retain is all or nothing", got=repr(host_retain), expected="None or 0")
+    if host_retain == 0 and prefetch_policy == PrefetchWait.BEST_EFFORT:
+        raise PolicyError(
+            "best_effort brings pages for later requests, and host_retain=0 keeps none for them",
+            choices=[PrefetchWait.TIMEOUT, PrefetchWait.WAIT_COMPLETE],
+        )

@@ -119,7 +119,11 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One rank's answer to a job. `failed_pages` are indices into the job's keys (for LOOKUP: the keys not found);
-    `error` says why, for people. `bytes` moved and `seconds` from start to end, for metrics."""
+    `error` says why, for people. `bytes` moved and `seconds` from start to end, for metrics.
+
+    A job of which a part hangs in storage may be answered in parts: `pending_pages` are those of which this answer says
+    nothing; they go on belonging to the job, and the rank answers again.
+    """
 
     id: int
     rank: int
@@ -127,6 +131,7 @@ class Completion:
     error: str | None = None
     bytes: int = 0
     seconds: float = 0.0
+    pending_pages: tuple[int, ...] = ()
 
     @classmethod
     def failed(cls, job: Job, rank: int, error: str) -> Completion:

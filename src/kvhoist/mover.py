@@ -22,7 +22,7 @@ from kvhoist.messages import WHOLE, Completion, Job, JobKind, Shard
 from kvhoist.platform.base import Event, Platform
 from kvhoist.storage.io import StorageIO
 from kvhoist.storage.outcomes import CANCELLED, PageOutcomes
-from kvhoist.storage_jobs import start_storage_job
+from kvhoist.storage_jobs import answer_of, newly_arrived, start_storage_job
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger(__name__)
@@ -248,10 +248,11 @@ class Mover:
         job, io = transfer.job, self._io
         if io is None:
             raise no_store(job)
-        if job.kind is JobKind.PERSIST:
+        if job.kind is JobKind.PERSIST and self._writes_early:
             future, cancel = self._early.persist(job)
         else:
-            future = start_storage_job(io, self._arena, self._shard, job)
+            on_part = lambda part: self._on_complete(self._told(transfer, part))  # noqa: E731
+            future = start_storage_job(io, self._arena, self._shard, job, on_part)
             cancel = partial(io.cancel, future)
         with self._lock:
             if job.id in self._open:
@@ -262,20 +263,20 @@ class Mover:
         future.add_done_callback(lambda done: self._answer_io(transfer, done))
 
     def _answer_io(self, transfer: Transfer, future: Future[PageOutcomes]) -> None:
-        job = transfer.job
         try:
             if future.cancelled():
-                answer = Completion.failed(job, self.rank, CANCELLED)
+                answer = Completion.failed(transfer.job, self.rank, CANCELLED)
             else:
-                done = future.result()
-                answer = Completion(job.id, self.rank, done.failed_pages, done.error, done.bytes, done.seconds)
-                copies = self._copies
-                if job.kind is JobKind.PREFETCH and copies is not None:
-                    failed = set(done.failed_pages)
-                    copies.arrived([page for i, page in enumerate(job.host_pages) if i not in failed])
+                answer = self._told(transfer, future.result())
         except BaseException as problem:  # as in _end: a rank must answer
-            answer = Completion.failed(job, self.rank, f"{type(problem).__name__}: {problem}")
+            answer = Completion.failed(transfer.job, self.rank, f"{type(problem).__name__}: {problem}")
         self._answer(transfer, answer)
+
+    def _told(self, transfer: Transfer, outcomes: PageOutcomes) -> Completion:
+        """Return what storage tells of a job as its answer, once the copies know what has arrived."""
+        if self._copies is not None:
+            self._copies.arrived(newly_arrived(transfer.job, transfer.told_pages, outcomes))
+        return answer_of(transfer.job, self.rank, outcomes)
 
     def _answer(self, transfer: Transfer, answer: Completion, then: Callable[[], None] | None = None) -> None:
         try:

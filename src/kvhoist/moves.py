@@ -15,6 +15,7 @@ from kvhoist.control.namespace import Namespace
 from kvhoist.control.pins import Pins
 from kvhoist.control.policy import WriteWhen
 from kvhoist.control.tiers import Tier
+from kvhoist.control.write_back import num_unsafe, offload_victims
 from kvhoist.errors import ConfigError, PolicyError, StoreUnavailableError
 from kvhoist.geometry import CacheGroup
 from kvhoist.lease import Lease, Match
@@ -93,7 +94,10 @@ class TierMoves:
             lacking = [i for i, e in enumerate(entries) if not (e.is_ready(Tier.DEVICE) or e.is_ready(Tier.HOST))]
             if not lacking:
                 return None
-            return self._start(self._plane.prefetch(match.space, match.keys, lacking[0], lacking[-1] + 1))
+            job = self._plane.prefetch(match.space, match.keys, lacking[0], lacking[-1] + 1)
+            if job is not None:
+                self._plane.flights.keep(job.id)
+            return self._start(job)
 
     def persist(self, match: Match) -> Transfer | None:
         """Write to storage what the host tier has of the match and storage is not known to hold; None for nothing."""
@@ -106,7 +110,7 @@ class TierMoves:
 
     def pin(self, match: Match) -> Pins:
         """Forbid the tiers to evict what they hold now of the matched pages, until `unpin`."""
-        pins = Pins(self._plane.directory)
+        pins = self._plane.pins()
         with self._lock:
             self._check(match)
             entries = self._plane.directory.match(match.space, match.keys)
@@ -172,7 +176,7 @@ class TierMoves:
             if not self._binding.flush(max(0.0, deadline - time.monotonic())):
                 return False
             with self._lock:
-                before, left = left, self._plane.num_unsafe()
+                before, left = left, num_unsafe(self._plane)
             if not left or left == before:  # none, or what is left finds no room: a prefix longer than the host tier
                 break
         return True
@@ -264,7 +268,7 @@ class TierMoves:
             return
         with self._lock:
             free = self._plane.directory.stats().tiers["device"].free_pages if room is None else room
-            jobs = self._plane.offload_victims(num_pages - free, unless_stored=until is not None)
+            jobs = offload_victims(self._plane, num_pages - free, unless_stored=until is not None)
             self._binding.dispatch()
         limit = self.config.acquire_timeout_s if until is None else max(0.0, until - time.monotonic())
         self._binding.wait(jobs, limit)

@@ -9,9 +9,10 @@ from typing import Any
 
 from kvhoist.control.directory_stats import DirectoryStats
 from kvhoist.control.plane import ControlPlane
+from kvhoist.control.prefetches import PrefetchStats
 from kvhoist.messages import JobKind
 from kvhoist.storage.base import StoreStats
-from kvhoist.storage.io import StorageIOStats
+from kvhoist.storage.outcomes import StorageIOStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,14 @@ class CacheStats:
     directory: pages and page states by tier, hits, evictions. storage and store: of the store that is attached, since
     then; None without one. store_state: which it is, or since when there is none, for people.
     num_store_errors: calls of the store outside of jobs (namespaces, stats, close) that raised.
+    prefetches: what prefetches were good for, in pages.
     """
 
     jobs: Mapping[str, Mapping[str, float]]
     directory: DirectoryStats
     storage: StorageIOStats | None
     store: StoreStats | None
+    prefetches: PrefetchStats
     open_jobs: int
     num_mismatches: int
     host_bytes: int

@@ -69,8 +69,8 @@ class StoreSlot:
             try:
                 with self._lock:
                     check_open()
-                    mover.attach(attached.io)
                     plane.attach_storage(persists=attached.persists)
+                    mover.attach(attached.io)
                     self.current = attached
                     for namespace in self._namespaces.values():
                         self._note(namespace, attached)

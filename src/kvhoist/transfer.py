@@ -25,6 +25,7 @@ class Transfer:
     def __init__(self, job: Job, layers: tuple[int, ...] = ()) -> None:
         self.job = job
         self.started = 0.0
+        self.told_pages: set[int] = set()
         self._index = {layer: i for i, layer in enumerate(layers)}
         self._arrived = 0
         self._marks: Sequence[tuple[int, Event]] = ()

@@ -49,15 +49,19 @@ class CacheLife(RuleBasedStateMachine):
         policy=st.sampled_from(["write_through", "write_back", "write_through_selective"]),
         eviction=st.sampled_from(["lru", "slru", "lfu", "arc"]),
         storage_bytes=st.sampled_from([None, "64KiB", "1MiB"]),
+        stages=st.booleans(),
     )
-    def build(self, device_pages, host_pages, blocks, policy, eviction, storage_bytes):
+    def build(self, device_pages, host_pages, blocks, policy, eviction, storage_bytes, stages):
         self.store = FlakyStore(storage_bytes) if storage_bytes else None
         self.parked = FlakyStore("64KiB")
+        retain = 0 if stages and storage_bytes else None
         self.options = {
             "device_pages": device_pages,
             "host_pages": host_pages,
             "blocks": blocks,
-            "config": CacheConfig(write_policy=policy, eviction=eviction, min_hits=1, debug_verify=True),
+            "config": CacheConfig(
+                write_policy=policy, eviction=eviction, min_hits=1, host_retain=retain, debug_verify=True
+            ),
         }
         self.computed: set[tuple[bytes, tuple[int, ...]]] = set()
         self.pins: list[Pins] = []

@@ -401,9 +401,9 @@ def test_an_eviction_policy_that_fails_leaves_no_reservation_behind():
         engine.cache.evict("host", 6)
         Failing.calls_left = 0
         space, keys = engine.cache.match(PROMPT).space, list(engine.cache.match(PROMPT).keys)
-        real = engine.cache._plane._is_ready
-        engine.cache._plane._is_ready = (  # type: ignore[method-assign]
-            lambda space, key, tier: keys.index(key) in entries_with_gap and real(space, key, tier)
+        real = engine.cache._plane._may_offload
+        engine.cache._plane._may_offload = (  # type: ignore[method-assign]
+            lambda space, key: keys.index(key) in entries_with_gap and real(space, key)
         )
         with pytest.raises(PolicyError, match="planted"):
             engine.cache._plane.offload(space, keys, 0, 10)

@@ -134,3 +134,63 @@ def test_the_outcome_does_not_depend_on_order_or_repetition(order, failures, dat
     finished = [outcome for outcome in outcomes if outcome is not None]
     assert len(finished) == 1
     assert finished[0].failed_pages == set().union(*failures)
+
+
+PAGES = frozenset(range(5))
+LONG_KEYS = tuple(bytes([i]) * 32 for i in PAGES)
+
+
+@st.composite
+def answers_in_parts(draw, num_ranks: int):
+    """Each rank's answers in order, the last about all pages, and which pages it fails."""
+    scripts = []
+    for rank in range(num_ranks):
+        failed = draw(st.sets(st.sampled_from(sorted(PAGES))))
+        pending, parts = PAGES, []
+        for _ in range(draw(st.integers(0, 3))):
+            pending = frozenset(draw(st.sets(st.sampled_from(sorted(pending))))) if pending else pending
+            if pending:
+                told = tuple(sorted(failed - pending))
+                parts.append(Completion(0, rank, told, "lost" if told else None, 0, 0.0, tuple(sorted(pending))))
+        scripts.append(([*parts, Completion(0, rank, tuple(sorted(failed)), bytes=10, seconds=rank)], failed))
+    return scripts
+
+
+@given(answers_in_parts(3), st.data())
+def test_each_page_is_finished_once_when_every_rank_has_answered_it(scripts, data):
+    tracker = JobTracker(num_ranks=3)
+    tracker.open(JobKind.PREFETCH, b"n" * 32, 0, LONG_KEYS, range(len(LONG_KEYS)))
+    answered = {rank: frozenset() for rank in range(3)}
+    finished = {}
+    lasts = 0
+    while any(parts for parts, _ in scripts):
+        rank = data.draw(st.sampled_from([rank for rank, (parts, _) in enumerate(scripts) if parts]))
+        answer = scripts[rank][0].pop(0)
+        answered[rank] |= PAGES - set(answer.pending_pages)
+        for _ in range(data.draw(st.integers(1, 2))):  # a duplicate does no harm
+            part = tracker.complete(answer)
+            if part is None:
+                continue
+            pages = PAGES if part.pages is None else part.pages
+            assert not pages & finished.keys(), "a page is finished once"
+            finished |= {page: page in part.failed_pages for page in pages}
+            lasts += part.is_last
+            assert (part.bytes, part.seconds) == ((30, 2.0) if part.is_last else (0, 0.0))
+        assert finished.keys() == frozenset.intersection(*answered.values())
+    assert lasts == 1
+    assert {page for page, failed in finished.items() if failed} == set().union(*(failed for _, failed in scripts))
+    assert tracker.num_open == 0
+
+
+def test_a_rank_that_is_lost_after_a_part_fails_the_rest_only():
+    tracker = JobTracker(num_ranks=2)
+    job = tracker.open(JobKind.PREFETCH, b"n" * 32, 0, LONG_KEYS, range(len(LONG_KEYS)))
+    assert tracker.complete(Completion(job.id, 1)) is None
+    part = tracker.complete(Completion(job.id, 0, pending_pages=(3, 4)))
+    assert part is not None
+    assert (part.pages, part.failed_pages, part.is_last) == ({0, 1, 2}, frozenset(), False)
+    (rest,) = tracker.lose_rank(0)
+    assert (rest.pages, rest.failed_pages, rest.is_last) == ({3, 4}, {3, 4}, True)
+    other = open_job(tracker)
+    with pytest.raises(ConfigError, match="no such page"):
+        tracker.complete(Completion(other.id, 1, pending_pages=(7,)))

@@ -83,6 +83,10 @@ class DirectoryCore:
         self._drop(hinted, book, What.DROPPED, reason)
         return len(hinted)
 
+    def note_unstored(self, space: Space, keys: Sequence[bytes], reason: str) -> None:
+        """Remember for `explain` that pages did not reach storage."""
+        self._history.note(What.FAILED, space.serial, Tier.STORAGE, keys, reason)
+
     def _survey(
         self, space: Space, keys: Sequence[bytes], start: int, stop: int, tier: Tier
     ) -> tuple[int, Entry | None, list[Entry]]:

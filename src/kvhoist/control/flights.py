@@ -9,6 +9,8 @@ from kvhoist.control.directory import Directory, Space
 from kvhoist.control.entry import Entry
 from kvhoist.control.jobs import Finished, JobTracker
 from kvhoist.control.pins import Pins
+from kvhoist.control.prefetches import Prefetches
+from kvhoist.control.staging import Staging
 from kvhoist.control.tiers import Tier
 from kvhoist.errors import PageIdError
 from kvhoist.messages import Job, JobKind
@@ -25,9 +27,12 @@ _READS = {JobKind.OFFLOAD: Tier.DEVICE, JobKind.LOAD: Tier.HOST, JobKind.PERSIST
 
 @dataclass(slots=True)
 class _Flight:
+    kind: JobKind
     space: Space
     entries: list[Entry]
     joined: list[Pins] = field(default_factory=list)
+    deserted: bool = False  # those who wanted the pages have gone on without them
+    kept: bool = False
     chain: Sequence[bytes] = ()  # of a LOOKUP: the whole chain, whose tail was asked for
     stale: bool = False  # storage was given up since: what it did there counts for nothing
 
@@ -49,14 +54,19 @@ class KindCounters:
 class Flights:
     """Opens jobs over reserved or ready entries and settles them when every rank has answered. Not thread-safe.
 
-    Opened jobs wait in the outbox until `take_jobs`.
+    Opened jobs wait in the outbox until `take_jobs`, jobs to be cancelled until `take_cancels`.
     """
 
-    def __init__(self, directory: Directory, tracker: JobTracker, *, device_owned: bool) -> None:
+    def __init__(
+        self, directory: Directory, tracker: JobTracker, *, device_owned: bool, staging: Staging | None = None
+    ) -> None:
         self.counters = {kind: KindCounters() for kind in JobKind}
         self._directory = directory
         self._tracker = tracker
+        self._staging = staging
+        self.prefetches = Prefetches()
         self._outbox: list[Job] = []
+        self._cancels: list[int] = []
         self._flights: dict[int, _Flight] = {}
         self._filling: dict[Tier, dict[Entry, int]] = {tier: {} for tier in Tier}
         owned = [tier for tier in Tier if device_owned or tier is not Tier.DEVICE]
@@ -74,13 +84,39 @@ class Flights:
         """Return the id of the job that fills `entry` in `tier`, else None."""
         return self._filling[tier].get(entry)
 
+    def take_cancels(self) -> list[int]:
+        """Return the ids of jobs that the ranks are to cancel, and forget them. All of them were handed out before, or
+        are by the next `take_jobs`."""
+        cancels, self._cancels = self._cancels, []
+        return cancels
+
     def join(self, job_id: int, pins: Pins) -> None:
         """Let `pins` hold, from the moment it is ready, each page that the job fills."""
-        self._flights[job_id].joined.append(pins)
+        flight = self._flights[job_id]
+        flight.joined.append(pins)
+        flight.deserted = False
 
-    def is_only_for(self, job_id: int, pins: Pins) -> bool:
-        """Tell whether the job is under way, and joined by `pins` alone."""
-        return job_id in self._flights and all(joined is pins for joined in self._flights[job_id].joined)
+    def leave(self, job_id: int, pins: Pins) -> None:
+        """If the job is a prefetch, let `pins` wait for it no more. One that nobody waits for any more is cancelled."""
+        flight = self._flights.get(job_id)
+        if flight is None or flight.kind is not JobKind.PREFETCH:
+            return
+        flight.joined = [joined for joined in flight.joined if joined is not pins]
+        flight.deserted = not flight.joined
+        if flight.deserted and not flight.kept and self._tracker.cancel(job_id):
+            self._cancels.append(job_id)
+
+    def keep(self, job_id: int) -> None:
+        """Never cancel the job: its pages are wanted by one who does not join."""
+        self._flights[job_id].kept = True
+
+    def pass_by(self, job_id: int) -> None:
+        """A request goes on without waiting for the job, which goes on, too."""
+        flight = self._flights[job_id]
+        flight.deserted = not flight.joined
+
+    def is_cancelled(self, job_id: int) -> bool:
+        return job_id in self._flights and self._tracker.is_cancelled(job_id)
 
     def send(self, kind: JobKind, space: Space, entries: list[Entry], device_blocks: Sequence[int]) -> Job | None:
         """Open a job over `entries`, reserved where it fills a tier of pages. When it cannot be opened (ConfigError:
@@ -110,8 +146,9 @@ class Flights:
             raise
         if fills is not None:
             self._filling[fills].update(dict.fromkeys(entries, job.id))
-        self._flights[job.id] = _Flight(space, entries)
+        self._flights[job.id] = _Flight(kind, space, entries)
         self._outbox.append(job)
+        self._follow(kind, entries)
         return job
 
     def is_open(self, job_id: int) -> bool:
@@ -120,7 +157,7 @@ class Flights:
     def ask(self, space: Space, chain: Sequence[bytes], first: int) -> Job:
         """Open a LOOKUP of chain[first:]."""
         job = self._tracker.open(JobKind.LOOKUP, space.namespace.digest, space.group, chain[first:])
-        self._flights[job.id] = _Flight(space, [], chain=chain)
+        self._flights[job.id] = _Flight(JobKind.LOOKUP, space, [], chain=chain)
         self.num_asked += 1
         self._outbox.append(job)
         return job
@@ -132,13 +169,14 @@ class Flights:
             flight.stale = True
 
     def settle(self, finished: Finished) -> list[Entry]:
-        """Publish and fail what the job filled, give its pins back, and return the pages that reached the host."""
+        """Publish and fail what is finished of a job, give its pins back; returns the pages that reached the host."""
         job = finished.job
-        flight = self._flights.pop(job.id)
+        flight = self._flights.pop(job.id) if finished.is_last else self._flights[job.id]
+        pages = range(job.num_pages) if finished.pages is None else sorted(finished.pages)
         self.num_settled += 1
         counters = self.counters[job.kind]
-        counters.jobs += 1
-        counters.pages += job.num_pages - len(finished.failed_pages)
+        counters.jobs += finished.is_last
+        counters.pages += len(pages) - len(finished.failed_pages)
         counters.failed_pages += len(finished.failed_pages)
         counters.bytes += finished.bytes
         counters.seconds += finished.seconds
@@ -148,22 +186,28 @@ class Flights:
                 self._book_lookup(flight, job, finished.failed_pages)
             return []
         fills = self._tier_filled.get(job.kind)
-        good, bad = flight.entries, []
+        entries = flight.entries if finished.pages is None else [flight.entries[i] for i in pages]
+        good, bad = entries, []
         if finished.failed_pages:
-            good = [entry for i, entry in enumerate(flight.entries) if i not in finished.failed_pages]
-            bad = [entry for i, entry in enumerate(flight.entries) if i in finished.failed_pages]
+            good = [flight.entries[i] for i in pages if i not in finished.failed_pages]
+            bad = [flight.entries[i] for i in pages if i in finished.failed_pages]
+        why = f"{job.kind}: {finished.error or 'no reason given'}"
         if fills is Tier.STORAGE:
-            self._book_persist(flight, good)
+            self._book_persist(flight, good, bad, why)
         elif fills is not None:
             filling = self._filling[fills]
-            for entry in flight.entries:
+            for entry in entries:
                 del filling[entry]
             good = self._publish(flight, good, fills)
+            if job.kind is JobKind.PREFETCH:
+                self.prefetches.arrive(good, late=flight.deserted)
             if bad:
-                self._fail(job, flight, bad, fills, f"{job.kind}: {finished.error or 'no reason given'}")
+                self._fail(finished, flight, bad, fills, why)
         reads = self._tier_read.get(job.kind)
         if reads is not None:
-            self._directory.unpin(flight.entries, reads)
+            self._directory.unpin(entries, reads)
+        if self._staging is not None and not flight.kept:
+            self._staging.give_up(entries)
         return good if fills is Tier.HOST else []
 
     def audit(self) -> None:
@@ -187,18 +231,34 @@ class Flights:
         self._directory.unpin(cleared, tier)
         return published
 
-    def _book_persist(self, flight: _Flight, good: list[Entry]) -> None:
-        if not flight.stale:
-            filling = self._filling[Tier.STORAGE]
-            for entry in flight.entries:
-                del filling[entry]
-            self._directory.set_stored(flight.space, [entry.key for entry in good], True)
+    def _book_persist(self, flight: _Flight, good: list[Entry], bad: list[Entry], why: str) -> None:
+        if flight.stale:
+            return
+        filling = self._filling[Tier.STORAGE]
+        for entry in (*good, *bad):
+            del filling[entry]
+        self._directory.set_stored(flight.space, [entry.key for entry in good], True)
+        self._directory.note_unstored(flight.space, [entry.key for entry in bad], why)
 
-    def _fail(self, job: Job, flight: _Flight, entries: list[Entry], tier: Tier, reason: str) -> None:
-        """Give pages up; those that storage could not give are not hinted there any more."""
+    def _follow(self, kind: JobKind, entries: list[Entry]) -> None:
+        """Tell the books of prefetches what a new job does."""
+        if kind is JobKind.LOAD:
+            self.prefetches.use(entries)
+        elif kind in (JobKind.OFFLOAD, JobKind.PREFETCH):
+            self.prefetches.refill(entries)
+            if kind is JobKind.PREFETCH:
+                self.prefetches.ask(entries)
+
+    def _fail(self, finished: Finished, flight: _Flight, entries: list[Entry], tier: Tier, reason: str) -> None:
+        """Give pages up. Those that storage could not give are not hinted there any more; of a cancelled prefetch that
+        is not known."""
         keys = [entry.key for entry in entries]
         self._directory.fail(entries, tier, reason)
-        if job.kind is JobKind.PREFETCH and not flight.stale:
+        if finished.job.kind is not JobKind.PREFETCH:
+            return
+        if finished.cancelled:
+            self.prefetches.cancel(len(entries))
+        elif not flight.stale:
             self._directory.set_stored(flight.space, keys, False, reason)
 
     def _book_lookup(self, flight: _Flight, job: Job, missing: frozenset[int]) -> None:

@@ -12,28 +12,40 @@ from kvhoist.messages import Completion, Job, JobKind
 @dataclass(frozen=True, slots=True)
 class Finished:
     """What all ranks together say of a job: a page failed if it failed on any rank. `bytes` are summed over ranks,
-    `seconds` is the slowest rank's."""
+    `seconds` is the slowest rank's. `cancelled`: that was asked for, and what failed counts as not tried.
+
+    `pages`: those that all ranks have answered now, where another part was answered before or is to come (None: all of
+    the job's); `is_last`: none is to come. Bytes and seconds are told with the last part.
+    """
 
     job: Job
     failed_pages: frozenset[int]
     error: str | None
     bytes: int
     seconds: float
+    cancelled: bool = False
+    pages: frozenset[int] | None = None
+    is_last: bool = True
 
 
 @dataclass(slots=True)
 class _Open:
+    """`waiting_for` has the pages that each rank still has to answer, None for all of them."""
+
     job: Job
-    waiting_for: set[int]
+    waiting_for: dict[int, frozenset[int] | None]
+    settled: frozenset[int] = frozenset()
     failed_pages: set[int] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
     bytes: int = 0
     seconds: float = 0.0
+    cancelled: bool = False
 
 
 class JobTracker:
     """Numbers jobs, collects the completions of `num_ranks` ranks, and says when a job is finished.
 
+    A rank may answer a job in parts; what all ranks have answered is finished then.
     A lost rank counts as having failed every page, for open jobs and for those opened before it is restored; a job
     still waits for the living ranks, since they may be writing into its pages. Not thread-safe.
     """
@@ -69,15 +81,15 @@ class JobTracker:
             raise ConfigError("no rank is left to take a job", remedy="Restart the workers and call restore_rank.")
         job = Job(self._next_id, kind, namespace, group, tuple(keys), tuple(host_pages), tuple(device_blocks))
         self._next_id += 1
-        entry = _Open(job, set(range(self.num_ranks)))
+        entry = _Open(job, dict.fromkeys(range(self.num_ranks)))
         self._open[job.id] = entry
         for rank in self._lost:
             _fail_all(entry, rank)
         return job
 
     def complete(self, completion: Completion) -> Finished | None:
-        """Take one rank's answer. Return the finished job with the last answer, else None; a second answer of a
-        rank, or one to a job already finished, is counted and ignored.
+        """Take one rank's answer. Return the finished job with the last answer (or what part of it is finished), else
+        None; a second answer of a rank, or one to a job already finished, is counted and ignored.
 
         Raises ConfigError for an answer that no job can have.
         """
@@ -91,19 +103,32 @@ class JobTracker:
         if entry is None or completion.rank not in entry.waiting_for:
             self.num_duplicates += 1
             return None
-        if any(not 0 <= page < entry.job.num_pages for page in completion.failed_pages):
+        named = completion.failed_pages + completion.pending_pages
+        if any(not 0 <= page < entry.job.num_pages for page in named):
             raise ConfigError(
-                f"job {completion.id} has no such page",
-                got=completion.failed_pages,
-                expected=f"indices below {entry.job.num_pages}",
+                f"job {completion.id} has no such page", got=named, expected=f"indices below {entry.job.num_pages}"
             )
-        entry.waiting_for.discard(completion.rank)
-        entry.failed_pages.update(completion.failed_pages)
-        entry.bytes += completion.bytes
-        entry.seconds = max(entry.seconds, completion.seconds)
+        left = entry.waiting_for.pop(completion.rank)
+        pending = frozenset(completion.pending_pages)
+        entry.failed_pages.update(page for page in completion.failed_pages if left is None or page in left)
+        if pending:
+            entry.waiting_for[completion.rank] = pending if left is None else pending & left
+        else:
+            entry.bytes += completion.bytes
+            entry.seconds = max(entry.seconds, completion.seconds)
         if completion.error:
             entry.errors.append(completion.error)
-        return self._finish_if_answered(entry)
+        return self._finish_answered(entry)
+
+    def cancel(self, job_id: int) -> bool:
+        """Mark an open job as cancelled: the ranks, whom the caller tells, leave out what they have not begun, and
+        answer as ever. False where it was marked before."""
+        entry = self._open[job_id]
+        was, entry.cancelled = entry.cancelled, True
+        return not was
+
+    def is_cancelled(self, job_id: int) -> bool:
+        return self._open[job_id].cancelled
 
     def lose_rank(self, rank: int) -> list[Finished]:
         """Declare a rank dead and return the jobs that this finishes. Idempotent."""
@@ -114,7 +139,7 @@ class JobTracker:
         for entry in list(self._open.values()):
             if rank in entry.waiting_for:
                 _fail_all(entry, rank)
-                done = self._finish_if_answered(entry)
+                done = self._finish_answered(entry)
                 if done is not None:
                     finished.append(done)
         return finished
@@ -123,15 +148,28 @@ class JobTracker:
         """Count on a rank again. Its host memory is new: the caller drops what the directory says of the host tier."""
         self._lost.discard(rank)
 
-    def _finish_if_answered(self, entry: _Open) -> Finished | None:
-        if entry.waiting_for:
-            return None
-        del self._open[entry.job.id]
+    def _finish_answered(self, entry: _Open) -> Finished | None:
+        """Return what all ranks have answered and was not returned before; None for nothing."""
+        pending: set[int] = set()
+        for pages in entry.waiting_for.values():
+            if pages is None:
+                return None
+            pending |= pages
+        now = None
+        if pending or entry.settled:
+            now = frozenset(range(entry.job.num_pages)) - pending - entry.settled
+            entry.settled |= now
+            if pending and not now:
+                return None
+        if not pending:
+            del self._open[entry.job.id]
+        failed = frozenset(entry.failed_pages) if now is None else now & entry.failed_pages
         error = "; ".join(dict.fromkeys(entry.errors)) or None
-        return Finished(entry.job, frozenset(entry.failed_pages), error, entry.bytes, entry.seconds)
+        num_bytes, seconds = (0, 0.0) if pending else (entry.bytes, entry.seconds)
+        return Finished(entry.job, failed, error, num_bytes, seconds, entry.cancelled, now, is_last=not pending)
 
 
 def _fail_all(entry: _Open, rank: int) -> None:
-    entry.waiting_for.discard(rank)
-    entry.failed_pages.update(range(entry.job.num_pages))
+    left = entry.waiting_for.pop(rank)
+    entry.failed_pages.update(range(entry.job.num_pages) if left is None else left)
     entry.errors.append(f"rank {rank} was lost")

@@ -54,6 +54,19 @@ class Offers:
             self._directory.note_skipped(space, keys[wanted:stop], reason)
         return wanted
 
+    def unstored(self, space: Space, offers: Sequence[Offer]) -> list[Offer]:
+        """Return the parts of the offers that storage is not known to hold."""
+        per_page = self._blocks_per_page
+        parts = []
+        for offer in offers:
+            known = self._directory.chain(space, offer.keys, offer.start, offer.stop)
+            stored = {i for i, entry in enumerate(known, offer.start) if entry.is_ready(Tier.STORAGE)}
+            lacking = set(range(offer.start, offer.stop)) - stored
+            for low, high in runs(offer.start, offer.stop, lacking.__contains__):
+                blocks = offer.device_blocks[(low - offer.start) * per_page : (high - offer.start) * per_page]
+                parts.append(offer._replace(start=low, stop=high, device_blocks=blocks))
+        return parts
+
     def make_room(self, space: Space, offers: Sequence[Offer]) -> None:
         """Evict in one go what new pages of several offers will need, where page by page costs several times as much.
         Never a page that one of them continues; what is known of an offer's pages already is left to `reserve`."""

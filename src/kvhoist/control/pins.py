@@ -6,17 +6,20 @@ from collections.abc import Sequence
 
 from kvhoist.control.directory import Directory
 from kvhoist.control.entry import Entry
+from kvhoist.control.staging import Staging
 from kvhoist.control.tiers import Tier
 
 
 class Pins:
     """Pins held on behalf of one owner, at most one a page and tier, given back together. Not thread-safe.
 
-    `release` is idempotent, and final: what is added later is not pinned.
+    `release` is idempotent, and final: what is added later is not pinned. Where the host tier is `staging` only, pages
+    may go with it.
     """
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, staging: Staging | None = None) -> None:
         self._directory = directory
+        self._staging = staging
         self._held: dict[Tier, dict[Entry, None]] = {Tier.DEVICE: {}, Tier.HOST: {}}
         self._released = False
 
@@ -34,3 +37,5 @@ class Pins:
             held, self._held[tier] = self._held[tier], {}
             if held:
                 self._directory.unpin(list(held), tier)
+                if tier is Tier.HOST and self._staging is not None:
+                    self._staging.give_up(list(held))

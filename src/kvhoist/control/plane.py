@@ -13,8 +13,11 @@ from kvhoist.control.jobs import Finished, JobTracker
 from kvhoist.control.lookups import Lookups
 from kvhoist.control.namespace import Namespace
 from kvhoist.control.offers import Offer, Offers
-from kvhoist.control.paths import branches, path, runs
-from kvhoist.control.policy import WritePolicy, WriteWhen
+from kvhoist.control.paths import runs
+from kvhoist.control.pins import Pins
+from kvhoist.control.policy import WritePolicy
+from kvhoist.control.prefetches import PrefetchStats
+from kvhoist.control.staging import Staging, check_staging
 from kvhoist.control.tiers import READY, Tier
 from kvhoist.errors import PageIdError
 from kvhoist.geometry import CacheGroup
@@ -28,6 +31,7 @@ class ControlPlane:
     hands to every rank. Each rank's Completion comes back through `complete`, which may put further jobs (a persist
     after an offload) into the outbox. A device tier that the directory has no capacity for is foreign: its blocks are
     named by the caller, who keeps them untouched until the job is finished. Without `persists` storage is only read.
+    With a `host_retain` of 0 the host tier is staging only: what storage has is given up there, and not offloaded.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class ControlPlane:
         num_ranks: int = 1,
         has_storage: bool = False,
         persists: bool = True,
+        host_retain: int | None = None,
         clock: Callable[[], float],
         lookup_ttl_s: float = 1.0,
     ) -> None:
@@ -49,13 +54,19 @@ class ControlPlane:
         self.has_storage = has_storage
         self.persists = has_storage and persists
         self.tracker = JobTracker(num_ranks)
-        self.flights = Flights(directory, self.tracker, device_owned=device_owned)
+        self._host_retain = host_retain
+        self._staging = Staging(directory) if host_retain == 0 else None
+        self.flights = Flights(directory, self.tracker, device_owned=device_owned, staging=self._staging)
         self._offers = Offers(directory, policy, group.blocks_per_page)
         self.lookups = Lookups(self.flights, clock, lookup_ttl_s)
         self._catches_up = False
 
     def space(self, namespace: Namespace, group_index: int = 0) -> Space:
         return self.directory.space(namespace, group_index)
+
+    def pins(self) -> Pins:
+        """Return pins for one owner."""
+        return Pins(self.directory, self._staging)
 
     def take_jobs(self) -> list[Job]:
         """Return the jobs not yet handed to the ranks, oldest first, and forget them."""
@@ -79,8 +90,7 @@ class ControlPlane:
         """
         if device_blocks is None:
             return self._offload_owned(space, keys, start, stop, for_whom)
-        offer = Offer(keys, start, stop, device_blocks, for_whom)
-        return self.flights.send(JobKind.OFFLOAD, space, *self._offers.reserve(space, offer))
+        return self._offload_foreign(space, [Offer(keys, start, stop, device_blocks, for_whom)])
 
     def write(
         self,
@@ -99,23 +109,13 @@ class ControlPlane:
 
     def write_all(self, space: Space, offers: Sequence[Offer]) -> Job | None:
         """As `write`, for pages of several requests on a foreign device: one job for all of them."""
-        entries: list[Entry] = []
-        blocks: list[int] = []
         wanted = []
         for offer in offers:
             stop = self._offers.wanted(space, offer.keys, offer.start, offer.stop)
             if offer.start < stop:
                 wanted.append(offer if stop == offer.stop else offer._replace(stop=stop))
         self._offers.make_room(space, wanted)
-        try:
-            for offer in wanted:
-                reserved, read = self._offers.reserve(space, offer)
-                entries += reserved
-                blocks += read
-        except BaseException:
-            self.directory.fail(entries, Tier.HOST, "offload: room for other pages could not be made")
-            raise
-        return self.flights.send(JobKind.OFFLOAD, space, entries, blocks)
+        return self._offload_foreign(space, wanted)
 
     def write_left_out(self, space: Space, keys: Sequence[bytes], stop: int, *, for_whom: str = "") -> list[Job]:
         """Offload those of keys[:stop], ready on an owned device, for which an earlier offload found no room."""
@@ -170,27 +170,6 @@ class ControlPlane:
         ]
         return self.flights.send(JobKind.PERSIST, lacking[0].space, lacking, ()) if lacking else None
 
-    def offload_victims(self, num_pages: int, *, unless_stored: bool = False) -> list[Job]:
-        """Offload those of an owned device's next `num_pages` victims that the host tier lacks (write_back); with
-        `unless_stored` only those that storage lacks too."""
-        victims = self.directory.victims(Tier.DEVICE, num_pages) if num_pages > 0 else []
-        jobs = []
-        skipped = Tier.STORAGE if unless_stored else Tier.HOST
-        lacking = [e for e in victims if e.page(Tier.HOST) is None and not e.is_ready(skipped)]
-        for branch in branches(lacking):
-            keys = path(branch[0])
-            job = self.offload(branch[0].space, keys, len(keys) - len(branch), len(keys), for_whom="write_back")
-            jobs += [job] if job else []
-        return jobs
-
-    def num_unsafe(self) -> int:
-        """Count the pages that write_back still holds back on an owned device, where storage could take them."""
-        if self.policy.when is not WriteWhen.WRITE_BACK or not self.persists:
-            return 0
-        num_pages = self.directory.stats().tiers["device"].ready_pages
-        victims = self.directory.victims(Tier.DEVICE, num_pages)
-        return sum(e.page(Tier.HOST) is None and not e.is_ready(Tier.STORAGE) for e in victims)
-
     def lookup(self, space: Space, keys: Sequence[bytes], first: int) -> Job | None:
         """Ask storage for keys[first:], unless that was asked less than `lookup_ttl_s` ago or was not answered yet."""
         return self.lookups.ask(space, keys, first) if self.has_storage else None
@@ -243,7 +222,9 @@ class ControlPlane:
 
     def attach_storage(self, *, persists: bool) -> None:
         """Use storage, of which nothing is known yet. With `persists`, what the host tier holds is written there as it
-        is hit. Not before `directory.drop_hints` has left none of another storage."""
+        is hit. Not before `directory.drop_hints` has left none of another storage. Raises ConfigError where the host
+        tier is staging only and the storage is not written; nothing has changed then."""
+        check_staging(self._host_retain, persists=persists)
         self.has_storage, self.persists, self._catches_up = True, persists, persists
 
     def detach_storage(self) -> None:
@@ -255,6 +236,10 @@ class ControlPlane:
     def explain(self, space: Space, keys: Sequence[bytes], num_tokens: int) -> Explanation:
         explanation = self.directory.explain(space, keys, num_tokens, self.group.page_tokens)
         return explanation if self.has_storage else replace(explanation, has_storage=False)
+
+    def prefetch_stats(self, most_looks: int = 4096) -> PrefetchStats:
+        """Return what prefetches were good for; see `Prefetches.stats`."""
+        return self.flights.prefetches.stats(self.group.page_bytes * self.tracker.num_ranks, most_looks)
 
     def audit(self) -> None:
         """Recount everything. Raises PageIdError naming what does not add up."""
@@ -268,11 +253,24 @@ class ControlPlane:
         if self.persists:
             self.persist(arrived)
 
+    def _offload_foreign(self, space: Space, offers: Sequence[Offer]) -> Job | None:
+        entries: list[Entry] = []
+        blocks: list[int] = []
+        try:
+            for offer in offers if self._staging is None else self._offers.unstored(space, offers):
+                reserved, read = self._offers.reserve(space, offer)
+                entries += reserved
+                blocks += read
+        except BaseException:
+            self.directory.fail(entries, Tier.HOST, "offload: room for other pages could not be made")
+            raise
+        return self.flights.send(JobKind.OFFLOAD, space, entries, blocks)
+
     def _offload_owned(self, space: Space, keys: Sequence[bytes], start: int, stop: int, for_whom: str) -> Job | None:
         """Offload those of keys[start:stop] that are ready on the device, not those still being written there."""
         reserved: list[Entry] = []
         try:
-            for low, high in runs(start, stop, lambda i: self._is_ready(space, keys[i], Tier.DEVICE)):
+            for low, high in runs(start, stop, lambda i: self._may_offload(space, keys[i])):
                 reserved += self.directory.reserve(space, keys, low, high, Tier.HOST, for_whom=for_whom)
                 self._offers.note_left_out(space, keys, low, high)
         except BaseException:
@@ -280,9 +278,11 @@ class ControlPlane:
             raise
         return self.flights.send(JobKind.OFFLOAD, space, reserved, self._owned_blocks(reserved))
 
-    def _is_ready(self, space: Space, key: bytes, tier: Tier) -> bool:
+    def _may_offload(self, space: Space, key: bytes) -> bool:
         entry = self.directory.find(space, key)
-        return entry is not None and entry.is_ready(tier)
+        if entry is None or not entry.is_ready(Tier.DEVICE):
+            return False
+        return self._staging is None or not entry.is_ready(Tier.STORAGE)
 
     def _owned_blocks(self, entries: Sequence[Entry]) -> list[int]:
         per_page = self.group.blocks_per_page

@@ -2,11 +2,11 @@
 
 from kvhoist.storage.base import Buffer, Store, StoreStats
 from kvhoist.storage.file import FileStore
-from kvhoist.storage.io import StorageIO, StorageIOStats
+from kvhoist.storage.io import StorageIO
 from kvhoist.storage.memory import MemoryStore
 from kvhoist.storage.mooncake import MooncakeOptions, MooncakeStore
 from kvhoist.storage.open import open_store
-from kvhoist.storage.outcomes import PageOutcomes
+from kvhoist.storage.outcomes import PageOutcomes, StorageIOStats
 from kvhoist.storage.record import Sealer
 
 __all__ = [

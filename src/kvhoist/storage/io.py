@@ -8,45 +8,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.messages import REPLICATED, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, Store
 from kvhoist.storage.breaker import HANG_S, Breaker
-from kvhoist.storage.outcomes import MISSING, NOT_STORED, QUEUE_FULL, PageOutcomes, of_each, reason_of
-from kvhoist.storage.queue import Batch, Chunk, ChunkQueue, Urgency
+from kvhoist.storage.outcomes import (
+    MISSING,
+    NOT_STORED,
+    QUEUE_FULL,
+    PageOutcomes,
+    StorageIOStats,
+    of_each,
+    reason_of,
+)
+from kvhoist.storage.queue import Batch, Chunk, ChunkQueue, OnPart, Urgency
 from kvhoist.storage.record import Sealer
 from kvhoist.units import parse_bytes
 
 Reason = str | None
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StorageIOStats:
-    """Counters since the start, in pages; `queued_pages`, `running_pages` and `fenced` are gauges. `num_fences` counts
-    how often the store was fenced off, `fenced_pages` what was not tried because of that."""
-
-    queued_pages: int
-    running_pages: int
-    fenced: bool = False
-    num_fences: int = 0
-    fenced_pages: int = 0
-    persisted_pages: int = 0
-    prefetched_pages: int = 0
-    found_pages: int = 0
-    removed_pages: int = 0
-    missing_pages: int = 0
-    corrupt_pages: int = 0
-    not_stored_pages: int = 0
-    refused_pages: int = 0
-    error_pages: int = 0
-    cancelled_pages: int = 0
-    persisted_bytes: int = 0
-    prefetched_bytes: int = 0
 
 
 class StorageIO:
@@ -56,12 +39,15 @@ class StorageIO:
     caller's, alive and (for `persist`) unchanged, until its future is done. A future never carries an exception of the
     store: whatever the store raises is the reason of the pages of that chunk, and the thread lives on. A store that
     fails as a whole again and again, or has not answered a call for `hang_s`, is fenced off: batches fail at once,
-    what waits fails too, and only batches of which a part hangs stay in use. It is tried again by itself.
+    what waits fails too, and only what hangs stays in use. The store is tried again by itself.
 
-    Order of work: prefetch and lookup before drop before persist, and with two threads or more one of them never
-    persists, so that a read waits for reads only. Where a persist would have more than `max_queued_pages` pages wait,
-    the rest of it, in chunks, fails as QUEUE_FULL; reads are never refused. `chunk_bytes` bounds what one thread does
-    in one piece.
+    `on_part`, of a persist or prefetch, is told what the other parts of its batch came to while one hangs: their
+    buffers are the caller's again. It is called in a thread of the pool, maybe once after the future is done.
+
+    Order of work: prefetch and lookup before drop before persist, but of four chunks that begin one is a write, if one
+    waits: reads never starve persists. With two threads or more one of them never persists. Where a persist would have
+    more than `max_queued_pages` pages wait, the rest of it, in chunks, fails as QUEUE_FULL; reads are never refused.
+    `chunk_bytes` bounds what one thread does in one piece.
     """
 
     def __init__(
@@ -98,14 +84,18 @@ class StorageIO:
     def store(self) -> Store:
         return self._store
 
-    def persist(self, keys: Sequence[StorageKey], blobs: Sequence[Buffer]) -> Future[PageOutcomes]:
+    def persist(
+        self, keys: Sequence[StorageKey], blobs: Sequence[Buffer], *, on_part: OnPart | None = None
+    ) -> Future[PageOutcomes]:
         """Seal and put each blob under its key. What does not fit within `max_queued_pages` fails as QUEUE_FULL."""
-        return self._submit("persist", keys, blobs, Urgency.PERSIST, self._persist)
+        return self._submit("persist", keys, blobs, Urgency.PERSIST, self._persist, on_part)
 
-    def prefetch(self, keys: Sequence[StorageKey], buffers: Sequence[Buffer]) -> Future[PageOutcomes]:
+    def prefetch(
+        self, keys: Sequence[StorageKey], buffers: Sequence[Buffer], *, on_part: OnPart | None = None
+    ) -> Future[PageOutcomes]:
         """Read each page into its buffer and verify it. What fails the check is quarantined; the buffer of a page that
         is not good holds bytes of no meaning."""
-        return self._submit("prefetch", keys, buffers, Urgency.READ, self._prefetch)
+        return self._submit("prefetch", keys, buffers, Urgency.READ, self._prefetch, on_part)
 
     def lookup(self, keys: Sequence[StorageKey]) -> Future[PageOutcomes]:
         """Ask which keys the store holds: MISSING for those it does not."""
@@ -166,6 +156,7 @@ class StorageIO:
         blobs: Sequence[Buffer] | None,
         urgency: Urgency,
         act: Callable[..., list[Reason]],
+        on_part: OnPart | None = None,
     ) -> Future[PageOutcomes]:
         if self._queue.closed:
             raise ClosedError("this storage I/O was closed", remedy="Keep it open as long as the cache is.")
@@ -176,7 +167,7 @@ class StorageIO:
         parts = self._split(flat) if blobs is not None or not keys else [(0, len(keys))]
         if urgency is Urgency.READ and any(blob.readonly for blob in flat) and blobs is not None:
             raise ConfigError("a prefetch needs buffers that can be written", got="a read-only buffer")
-        batch = Batch(len(keys), self._clock, self._count_cancelled)
+        batch = Batch(len(keys), self._clock, self._count_cancelled, on_part)
         chunks = [Chunk(batch, kind, urgency, first, keys[first:end], flat[first:end], act) for first, end in parts]
         if not chunks:
             batch.close_empty()
@@ -208,6 +199,8 @@ class StorageIO:
             reasons = self._act(chunk)
             self._queue.done(chunk)
             _end(chunk.batch.finish, chunk, reasons)
+            if self._breaker.hang() is not None:
+                _end(chunk.batch.tell_part)
             del chunk  # keeps no buffer alive while it waits for work
 
     def _act(self, chunk: Chunk) -> list[Reason]:
@@ -228,6 +221,8 @@ class StorageIO:
     def _watch(self) -> None:
         while (why := self._breaker.wait_for_hang()) is not None:
             self._fail_waiting(why, lambda _: True)
+            for chunk in self._queue.running():
+                _end(chunk.batch.tell_part)
 
     def _fail_waiting(self, reason: str, matches: Callable[[Chunk], bool]) -> None:
         for chunk in self._queue.take_waiting(matches):
@@ -288,9 +283,9 @@ class StorageIO:
         self._count(cancelled_pages=num_pages)
 
 
-def _end(end: Callable[[Chunk, Any], None], chunk: Chunk, how: Any) -> None:
+def _end(end: Callable[..., None], *arguments: Any) -> None:
     """End a chunk. What a callback raises must neither end the thread nor keep other chunks from their end."""
     try:
-        end(chunk, how)
+        end(*arguments)
     except BaseException:
         _log.exception("a callback on a storage future raised")

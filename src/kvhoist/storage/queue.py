@@ -1,4 +1,4 @@
-"""Batches cut into chunks, and the queue in which chunks wait for a thread: reads first, persists bounded."""
+"""Batches cut into chunks, and the queue in which chunks wait for a thread: mostly reads first, persists bounded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from enum import IntEnum
 
 from kvhoist.messages import StorageKey
 from kvhoist.storage.base import Buffer
-from kvhoist.storage.outcomes import CANCELLED, PageOutcomes
+from kvhoist.storage.outcomes import CANCELLED, PENDING, PageOutcomes
+
+OnPart = Callable[[PageOutcomes], object]
 
 
 class Urgency(IntEnum):
@@ -22,13 +24,25 @@ class Urgency(IntEnum):
     PERSIST = 2
 
 
-class Batch:
-    """A future, and what its chunks came to so far."""
+_MOST_READS_IN_A_ROW = 3
+"""While a write waits. What waits to be persisted keeps its host page from everyone, reads included: it must not wait
+for ever, and one chunk in four costs a read a fourth of its speed at most."""
 
-    def __init__(self, num_pages: int, clock: Callable[[], float], on_cancelled: Callable[[int], None]) -> None:
+
+class Batch:
+    """A future, and what its chunks came to so far. `on_part` is told that, too, where one of them hangs."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        clock: Callable[[], float],
+        on_cancelled: Callable[[int], None],
+        on_part: OnPart | None = None,
+    ) -> None:
         self.future: Future[PageOutcomes] = Future()
-        self._reasons: list[str | None] = [None] * num_pages
-        self._left_pages = num_pages
+        self._reasons: list[str | None] = [PENDING] * num_pages
+        self._left_pages = self._told_left_pages = num_pages
+        self._on_part = on_part
         self._bytes = 0
         self._clock = clock
         self._on_cancelled = on_cancelled
@@ -55,6 +69,15 @@ class Batch:
             started_at = self._clock() if self._started_at is None else self._started_at
             outcomes = PageOutcomes(tuple(self._reasons), self._bytes, self._clock() - started_at)
         self.future.set_result(outcomes)
+
+    def tell_part(self) -> None:
+        """Tell what the chunks that have ended came to, if it was not told before."""
+        with self._lock:
+            if self._on_part is None or not 0 < self._left_pages < self._told_left_pages:
+                return
+            self._told_left_pages = self._left_pages
+            part = PageOutcomes(tuple(self._reasons), self._bytes)
+        self._on_part(part)
 
     def cancel(self, chunk: Chunk) -> None:
         """End a chunk that was taken off the queue before it ran."""
@@ -92,8 +115,9 @@ class Chunk:
 
 
 class ChunkQueue:
-    """Chunks by urgency, first in first out within one. At most `max_persists` persists run at once, and at most
-    `max_persist_pages` pages wait to be persisted. Thread-safe; waiting costs no CPU."""
+    """Chunks by urgency, first in first out within one; after a few reads in a row a write that waits has its turn. At
+    most `max_persists` persists run at once, and at most `max_persist_pages` pages wait to be persisted. Thread-safe;
+    waiting costs no CPU."""
 
     def __init__(self, *, max_persist_pages: int, max_persists: int) -> None:
         self.closed = False
@@ -101,8 +125,9 @@ class ChunkQueue:
         self._max_persists = max_persists
         self._waiting: dict[Urgency, deque[Chunk]] = {urgency: deque() for urgency in Urgency}
         self._queued_pages = dict.fromkeys(Urgency, 0)
-        self._running_pages = 0
+        self._running: set[Chunk] = set()
         self._running_persists = 0
+        self._reads_in_a_row = 0
         self._changed = threading.Condition()
 
     def put(self, chunks: Sequence[Chunk]) -> int:
@@ -137,7 +162,7 @@ class ChunkQueue:
     def done(self, chunk: Chunk) -> None:
         """A chunk that `take` gave out has ended."""
         with self._changed:
-            self._running_pages -= len(chunk.keys)
+            self._running.discard(chunk)
             self._running_persists -= chunk.urgency is Urgency.PERSIST
             self._changed.notify_all()
 
@@ -152,7 +177,12 @@ class ChunkQueue:
     def gauges(self) -> tuple[int, int]:
         """Return the pages that wait and the pages that run."""
         with self._changed:
-            return sum(self._queued_pages.values()), self._running_pages
+            return sum(self._queued_pages.values()), sum(len(chunk.keys) for chunk in self._running)
+
+    def running(self) -> list[Chunk]:
+        """Return the chunks that run."""
+        with self._changed:
+            return list(self._running)
 
     def close(self, *, discard: bool) -> None:
         """Take in nothing more; with `discard` end what waits."""
@@ -166,16 +196,20 @@ class ChunkQueue:
         """Wait until nothing waits or runs; False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not self._running_pages and not any(self._waiting.values()), timeout=timeout_s
+                lambda: not self._running and not any(self._waiting.values()), timeout=timeout_s
             )
 
     def _next(self) -> Chunk | None:
-        for urgency, waiting in self._waiting.items():
+        writes_first = self._reads_in_a_row >= _MOST_READS_IN_A_ROW
+        for urgency in (Urgency.DROP, Urgency.PERSIST, Urgency.READ) if writes_first else Urgency:
+            waiting = self._waiting[urgency]
             if not waiting or (urgency is Urgency.PERSIST and self._running_persists >= self._max_persists):
                 continue
+            writes_wait = self._waiting[Urgency.DROP] or self._waiting[Urgency.PERSIST]
+            self._reads_in_a_row = self._reads_in_a_row + 1 if urgency is Urgency.READ and writes_wait else 0
             chunk = waiting.popleft()
             self._queued_pages[urgency] -= len(chunk.keys)
-            self._running_pages += len(chunk.keys)
+            self._running.add(chunk)
             self._running_persists += urgency is Urgency.PERSIST
             return chunk
         return None

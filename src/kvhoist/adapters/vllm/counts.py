@@ -15,6 +15,7 @@ from kvhoist.messages import LEFT_OUT, Job
 
 _MOST_GONE = 1 << 16
 _PERIOD_S = 0.25
+_MOST_LOOKS = 256
 
 LATE = "late"
 """Miss: storage had not answered, or not brought the pages, in the time that a request may wait."""
@@ -105,6 +106,10 @@ class SchedulerCounts:
                 total.update((f"{name}.{kind}", value) for name, value in counters.to_dict().items())
         host = self._plane.directory.stats().tiers[str(Tier.HOST)]
         total["evicted_pages"] = host.evicted_pages
+        prefetches = self._plane.prefetch_stats(_MOST_LOOKS)
+        for outcome, pages in prefetches.by_outcome().items():
+            total[f"prefetch_pages.{outcome}"] = pages
+            total[f"prefetch_bytes.{outcome}"] = pages * prefetches.page_bytes
         told = self._told
         changed = {name: value - told.get(name, 0) for name, value in total.items() if value != told.get(name, 0)}
         self._told = dict(total)

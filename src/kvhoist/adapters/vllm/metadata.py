@@ -62,14 +62,16 @@ class ConnectorMetadata(KVConnectorMetadata):
 
     `jobs` are submitted before the forward: offloads (which read what earlier steps computed) and storage jobs. `loads`
     are submitted when vLLM starts loads. `fences` are the ids of offloads, of this step or before, that must have read
-    their blocks before this step writes: it has given those blocks to other requests. `namespace` are the fields of
-    the namespace in use, sent once. `store` is obeyed after the jobs are submitted. `is_off` says that the scheduler
-    runs without the cache: ranks give theirs back.
+    their blocks before this step writes: it has given those blocks to other requests. `cancels` are the ids of
+    prefetches, of this step or before, that nobody waits for any more. `namespace` are the fields of the namespace in
+    use, sent once. `store` is obeyed after the jobs are submitted. `is_off` says that the scheduler runs without the
+    cache: ranks give theirs back.
     """
 
     jobs: tuple[Job, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     fences: tuple[int, ...] = ()
+    cancels: tuple[int, ...] = ()
     namespace: Mapping[str, str] | None = None
     store: StoreOrder | None = None
     is_off: bool = False

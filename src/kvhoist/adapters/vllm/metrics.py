@@ -20,6 +20,8 @@ _COUNTERS = {
     "failed_pages": ("kind", "Pages that a job could not move, by kind; for lookups, pages not found."),
     "bytes": ("kind", "Bytes moved, summed over ranks, by kind of job."),
     "seconds": ("kind", "Seconds from start to end of jobs on their slowest rank, summed, by kind of job."),
+    "prefetch_pages": ("outcome", "Pages of prefetches: asked, hit, late, cancelled, useless."),
+    "prefetch_bytes": ("outcome", "Bytes of these pages, summed over ranks."),
     "evicted_pages": (None, "Pages that left the host tier to make room."),
     "mismatched_pages": (None, "Pages that debug_verify found to differ from what was offloaded."),
     "audit_failures": (None, "Audits of the cache's books that did not add up."),

@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvhoist.checks import count, seconds
-from kvhoist.config import DEFAULT_STAGING_BYTES, MAX_BLOCK_QUOTA
+from kvhoist.config import DEFAULT_STAGING_BYTES, MAX_BLOCK_QUOTA, check_host_retain
 from kvhoist.control.eviction import eviction_factory
 from kvhoist.control.policy import WritePolicy
 from kvhoist.control.prefetch_policy import PrefetchPolicy
+from kvhoist.control.staging import check_staging
 from kvhoist.errors import ConfigError, PolicyError
 from kvhoist.storage.open import is_read_only
 from kvhoist.units import parse_bytes
@@ -28,7 +29,7 @@ _ELSEWHERE = {
     "cpu_bytes_to_use_per_rank": "host_bytes (of all ranks of the node together)",
     "eviction_policy": "eviction",
     "cache_policy": "eviction",
-    "local_cpu": "host_bytes",
+    "local_cpu": "host_retain (0 where it is false)",
     "max_local_cpu_size": "host_bytes (of all ranks of the node together)",
     "local_disk": "storage",
     "max_local_disk_size": 'storage, as "file:/path?capacity=..."',
@@ -53,6 +54,7 @@ class ConnectorOptions:
     weights_id, tenant: parts of the namespace: which weights these are (None: a fingerprint of the checkpoint), and
         whose pages.
     lookup_timeout_s: how long a request may wait for storage to say what it holds.
+    host_retain: as in CacheConfig: 0 makes the host tier staging only.
     prefetch_policy, prefetch_timeout_s, prefetch_timeout_per_page_s: as in CacheConfig, how long it waits for pages.
     io_threads, max_queued_pages, history_pages, io_backend, staging_bytes, block_quota, debug_verify: as in
         CacheConfig, for each rank.
@@ -74,6 +76,7 @@ class ConnectorOptions:
     prefetch_policy: str = "timeout"
     prefetch_timeout_s: float = 30.0
     prefetch_timeout_per_page_s: float = 0.0
+    host_retain: int | None = None
     io_threads: int = 8
     max_queued_pages: int | None = None
     history_pages: int = 65536
@@ -98,6 +101,7 @@ class ConnectorOptions:
                 raise ConfigError(f"{name} is neither true nor false", got=repr(getattr(self, name)))
         for name in ("lookup_timeout_s", "prefetch_timeout_s", "prefetch_timeout_per_page_s", "drain_timeout_s"):
             object.__setattr__(self, name, seconds(name, getattr(self, name)))
+        check_host_retain(self.host_retain, self.prefetch_policy)
         self.prefetching()
         for name in ("storage", "weights_id"):
             self._check_text(name, optional=True)
@@ -109,6 +113,7 @@ class ConnectorOptions:
                 count(name, getattr(self, name), least=1, most=most)
         count("io_threads", self.io_threads, least=1, most=256)
         count("history_pages", self.history_pages)
+        check_staging(self.host_retain, persists=self.persists)
         self.policy()
         eviction_factory(self.eviction)
         if self.on_error not in _ON_ERROR:

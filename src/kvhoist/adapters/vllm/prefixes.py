@@ -28,7 +28,8 @@ class Waits:
 class Prefixes:
     """Answers how many blocks can be loaded for a request, asking storage and prefetching on the way. Never blocks.
 
-    A request waits for storage at most once for an answer and once for pages; what is late then is recomputed.
+    A request waits for storage at most once for an answer and once for pages; what is late then is recomputed, and not
+    read if nobody else waits for it. What came stays in the host tier until `release`.
     """
 
     def __init__(
@@ -60,6 +61,15 @@ class Prefixes:
                 return None
         return range(first, max(first, min(ready * shape.blocks_per_page, most)))
 
+    def release(self, state: RequestState) -> None:
+        """Neither hold nor await pages for `state` any more: it runs, or has ended."""
+        if state.pins is not None:
+            if state.waits_for is not None:
+                self._plane.flights.leave(state.waits_for, state.pins)
+            state.pins.release()
+            state.pins = None
+        state.waits_for = None
+
     def refuse(self, keys: Sequence[bytes]) -> None:
         """Do not load these pages, which failed, from the copies that the host has now; not for a while."""
         if len(self._refused) + len(keys) > _MOST_REFUSED:
@@ -81,6 +91,8 @@ class Prefixes:
             return True
         if self._clock() < state.deadline:
             return False
+        if state.pins is not None:
+            self._plane.flights.leave(state.waits_for, state.pins)
         state.waits_for = None
         state.asked_storage = state.late = True
         return True
@@ -109,13 +121,13 @@ class Prefixes:
             return self._ask(space, state, keys, page, last_page) if entry is None else None
         filling = self._plane.flights.job_filling(entry, Tier.HOST)
         if filling is not None:
-            return self._wait(state, filling, self._waits.prefetch.limit_s(last_page - page))
+            return self._await_pages(state, filling, last_page - page)
         if not entry.is_ready(Tier.STORAGE):
             return self._ask(space, state, keys, page, last_page)
         stop = self._num_stored(space, keys, page, last_page)
         state.prefetched = range(page, stop)
         job = self._plane.prefetch(space, keys, page, stop, for_whom=state.request.request_id)
-        return None if job is None else self._wait(state, job.id, self._waits.prefetch.limit_s(stop - page))
+        return None if job is None else self._await_pages(state, job.id, stop - page)
 
     def _ask(self, space: Space, state: RequestState, keys: Sequence[bytes], page: int, last_page: int) -> int | None:
         if state.asked_storage or not self._plane.has_storage:
@@ -132,6 +144,15 @@ class Prefixes:
                 break
             page += 1
         return page
+
+    def _await_pages(self, state: RequestState, job_id: int, num_pages: int) -> int | None:
+        seconds = self._waits.prefetch.limit_s(num_pages)
+        if seconds <= 0:
+            self._plane.flights.pass_by(job_id)
+        else:
+            state.pins = state.pins or self._plane.pins()
+            self._plane.flights.join(job_id, state.pins)
+        return self._wait(state, job_id, seconds)
 
     def _wait(self, state: RequestState, job_id: int, seconds: float) -> int | None:
         """Let `state` wait for a job; None, and it is late at once, where there is no time for that."""

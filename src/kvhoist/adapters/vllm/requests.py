@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvhoist.control.pins import Pins
 from kvhoist.errors import ConfigError
 
 
@@ -48,8 +49,8 @@ class RequestState:
     `keys` are the chain hashes of its whole pages so far, `blocks` its device blocks while it runs, `next_page` the
     first page not offered for offloading since it last began to run; `offers` tells whether its blocks hold KV of the
     namespace in use, so that pages may be offered at all. `found_blocks` is the range of blocks that the
-    last look-up promised, `missed` why and how many tokens it did not find. A request that `load_job` brings a prefix
-    for does not run.
+    last look-up promised, `missed` why and how many tokens it did not find. `pins` hold the host pages that came while
+    it waited for them. A request that `load_job` brings a prefix for does not run.
     """
 
     request: Any
@@ -65,6 +66,7 @@ class RequestState:
     deadline: float | None = None
     asked_storage: bool = False
     late: bool = False
+    pins: Pins | None = None
     prefetched: range = range(0)
     missed: tuple[str, int] | None = None
     told: bool = False

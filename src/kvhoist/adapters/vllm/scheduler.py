@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvhoist.adapters.vllm.counts import SchedulerCounts
+from kvhoist.adapters.vllm.debug_log import tell
 from kvhoist.adapters.vllm.fences import Fences
 from kvhoist.adapters.vllm.loads import Loads
 from kvhoist.adapters.vllm.metadata import NO_ORDERS, ConnectorMetadata, LoadOrder, WorkerMetadata
@@ -93,7 +94,7 @@ class SchedulerSide:
             return None, False
         state.found_blocks = found
         self.counts.look_up(self._space, state, self._shape)
-        self._tell(state, num_computed_tokens)
+        tell(self.plane, self._space, self._shape, state, num_computed_tokens)
         return len(found) * self._shape.block_tokens, bool(found) and not self._sync
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -125,6 +126,7 @@ class SchedulerSide:
         if output.scheduled_new_reqs or output.scheduled_cached_reqs.req_ids:
             for state in self._offering.note_scheduled(output, self._states):
                 self.counts.scheduled(state)
+                self._prefixes.release(state)
         if self._offering:
             self._offer(self._offering.take(output.num_scheduled_tokens))
         jobs = self.plane.take_jobs()
@@ -140,10 +142,11 @@ class SchedulerSide:
         fences = self._fences.take_readers()
         told, self._tell_namespace = self._tell_namespace, False
         store = self.stores.next_order() if self.stores.is_asked else None
-        if not jobs and not fences and not told and store is None:
+        cancels = self.plane.flights.take_cancels()
+        if not jobs and not fences and not told and not cancels and store is None:
             return NO_ORDERS
         fields = self._namespace.field_dict() if told else None
-        return ConnectorMetadata(tuple(others), tuple(loads), tuple(fences), fields, store)
+        return ConnectorMetadata(tuple(others), tuple(loads), tuple(fences), tuple(cancels), fields, store)
 
     def update_output(self, meta: WorkerMetadata | None) -> None:
         """Book what the workers have done."""
@@ -168,6 +171,7 @@ class SchedulerSide:
         """Offer the last full pages of a request with the next step's; vLLM may free its blocks at once."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
+            self._prefixes.release(state)
             self._offering.end(state)
 
     def reset(self, *, blocks_in_use: bool = False) -> bool:
@@ -187,7 +191,8 @@ class SchedulerSide:
         self._device_is_stale = held or blocks_in_use
         for state in self._states.values():
             state.offers = False  # until it begins anew
-            state.waits_for, state.asked_storage, state.prefetched = None, False, range(0)
+            self._prefixes.release(state)
+            state.asked_storage, state.prefetched = False, range(0)
         return not self._open_loads
 
     def take_untrusted(self) -> set[int]:
@@ -197,6 +202,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Check the books and forget the requests. Logs what does not add up."""
+        for state in self._states.values():
+            self._prefixes.release(state)
         self._audit()
         self.stores.close()
         self._states.clear()
@@ -210,23 +217,6 @@ class SchedulerSide:
         except PageIdError:
             self.counts.add({"audit_failures": 1.0})
             _log.exception("kvhoist: the books of the cache do not add up")
-
-    def _tell(self, state: RequestState, num_computed_tokens: int) -> None:
-        """Log, at debug level and once a request, which tiers hold its prompt and why the rest is a miss."""
-        if state.told or not _log.isEnabledFor(logging.DEBUG):
-            return
-        state.told = True
-        request, found = state.request, len(state.found_blocks) * self._shape.block_tokens
-        asked = " Storage was asked for what is missing." if state.asked_storage else ""
-        _log.debug(
-            "kvhoist: request %s: %d of %d tokens are on the device, %d more can be loaded.%s %s",
-            request.request_id,
-            num_computed_tokens,
-            request.num_tokens,
-            found,
-            asked,
-            self.plane.explain(self._space, state.keys, request.num_tokens),
-        )
 
     def _state(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
@@ -275,7 +265,7 @@ class SchedulerSide:
         failed = [job.keys[i] for i in finished.failed_pages]
         if job.kind in (JobKind.OFFLOAD, JobKind.PREFETCH):
             self._prefixes.accept(job.keys)
-            self.counts.failed(failed)
+            self.counts.failed(failed if not finished.cancelled else ())
         if job.kind is not JobKind.LOAD:
             return
         order, fetched = self._open_loads.close(job.id)

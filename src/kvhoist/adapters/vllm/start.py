@@ -167,6 +167,7 @@ def start_scheduler(
         num_ranks=len(reports),
         has_storage=options.storage is not None,
         persists=options.persists,
+        host_retain=options.host_retain,
         clock=time.monotonic,
     )
     role = vllm_config.kv_transfer_config

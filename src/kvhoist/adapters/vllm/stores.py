@@ -13,7 +13,7 @@ from typing import Any
 
 from kvhoist.adapters.vllm.metadata import StoreAct, StoreAnswer, StoreOrder
 from kvhoist.control.plane import ControlPlane
-from kvhoist.errors import ClosedError, StorageError
+from kvhoist.errors import ClosedError, ConfigError, StorageError
 from kvhoist.stats import DetachTally
 
 _ATTACH_S = 590.0
@@ -164,11 +164,15 @@ class StoreChanges:
     def _use(self, wish: _Wish) -> StoreOrder:
         answers = wish.answers.values()
         failed = [f"rank {answer.rank}: {answer.error}" for answer in answers if answer.error is not None]
+        if not failed:
+            try:
+                self._plane.attach_storage(persists=all(answer.persists for answer in answers))
+            except ConfigError as error:
+                failed = [str(error)]
         if failed:
             self._end(wish, error=StorageError("the store cannot be attached", got="; ".join(failed)))
             return StoreOrder(-wish.order.id, StoreAct.GIVE_UP)
         self._attached = wish.order.address
-        self._plane.attach_storage(persists=all(answer.persists for answer in answers))
         self._end(wish, result={"store": self.state})
         return StoreOrder(wish.order.id, StoreAct.USE)
 

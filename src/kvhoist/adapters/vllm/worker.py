@@ -96,6 +96,8 @@ class WorkerSide:
             after = self._engine_point()
             for job in meta.jobs:
                 self._submit(job, after)
+        for job_id in meta.cancels:
+            self._mover.cancel(job_id)
         if meta.store is not None:
             self.stores.obey(meta.store, self._mover)
             if meta.store.act is StoreAct.USE:
