@@ -191,9 +191,8 @@ class Flights:
         if finished.failed_pages:
             good = [flight.entries[i] for i in pages if i not in finished.failed_pages]
             bad = [flight.entries[i] for i in pages if i in finished.failed_pages]
-        why = f"{job.kind}: {finished.error or 'no reason given'}"
         if fills is Tier.STORAGE:
-            self._book_persist(flight, good, bad, why)
+            self._book_persist(finished, flight, good, bad)
         elif fills is not None:
             filling = self._filling[fills]
             for entry in entries:
@@ -202,7 +201,7 @@ class Flights:
             if job.kind is JobKind.PREFETCH:
                 self.prefetches.arrive(good, late=flight.deserted)
             if bad:
-                self._fail(finished, flight, bad, fills, why)
+                self._fail(finished, flight, bad, fills)
         reads = self._tier_read.get(job.kind)
         if reads is not None:
             self._directory.unpin(entries, reads)
@@ -231,14 +230,15 @@ class Flights:
         self._directory.unpin(cleared, tier)
         return published
 
-    def _book_persist(self, flight: _Flight, good: list[Entry], bad: list[Entry], why: str) -> None:
+    def _book_persist(self, finished: Finished, flight: _Flight, good: list[Entry], bad: list[Entry]) -> None:
         if flight.stale:
             return
         filling = self._filling[Tier.STORAGE]
         for entry in (*good, *bad):
             del filling[entry]
         self._directory.set_stored(flight.space, [entry.key for entry in good], True)
-        self._directory.note_unstored(flight.space, [entry.key for entry in bad], why)
+        if bad:
+            self._directory.note_unstored(flight.space, [entry.key for entry in bad], _why(finished))
 
     def _follow(self, kind: JobKind, entries: list[Entry]) -> None:
         """Tell the books of prefetches what a new job does."""
@@ -249,10 +249,10 @@ class Flights:
             if kind is JobKind.PREFETCH:
                 self.prefetches.ask(entries)
 
-    def _fail(self, finished: Finished, flight: _Flight, entries: list[Entry], tier: Tier, reason: str) -> None:
+    def _fail(self, finished: Finished, flight: _Flight, entries: list[Entry], tier: Tier) -> None:
         """Give pages up. Those that storage could not give are not hinted there any more; of a cancelled prefetch that
         is not known."""
-        keys = [entry.key for entry in entries]
+        keys, reason = [entry.key for entry in entries], _why(finished)
         self._directory.fail(entries, tier, reason)
         if finished.job.kind is not JobKind.PREFETCH:
             return
@@ -266,3 +266,7 @@ class Flights:
         first = len(flight.chain) - job.num_pages
         if found and self._directory.owns(flight.space):
             self._directory.set_stored(flight.space, flight.chain[: first + found], True, start=first)
+
+
+def _why(finished: Finished) -> str:
+    return f"{finished.job.kind}: {finished.error or 'no reason given'}"
