@@ -116,9 +116,7 @@ class TokenChain:
 
 def _num_equal(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> int:
     """Return how many leading tokens are the same in two arrays of one length."""
-    step = _CHUNK_BYTES // _TOKEN_BYTES
-    for first in range(0, len(a), step):
-        ours, theirs = a[first : first + step], b[first : first + step]
+    for (first, ours), (_, theirs) in zip(_pieces(a), _pieces(b), strict=True):
         if ours.tobytes() != theirs.tobytes():
             return first + int(np.argmax(ours != theirs))
     return len(a)
