@@ -37,7 +37,7 @@ REINDEX_PAGES = 100_000
 IN_FLIGHT = 2
 _PAGE_BYTES, _SMOKE_PAGE_BYTES = (1 << 20, 2 << 20, 4 << 20), (1 << 18,)
 _NAMESPACE = bytes(32)
-_Arm = Callable[[Path, Any, list[Any], int, int], tuple[float, float]]
+_Arm = Callable[[Path, Any, list[Any], int, int, str], tuple[float, float]]
 _SMALL_BYTES = 4096
 
 
@@ -81,8 +81,10 @@ def _measure_size(
     def run_fio(depth: int, folder: Path) -> tuple[float, float]:
         return fio.measure(folder, block_bytes=page_bytes, total_bytes=rates_of["bytes"], depth=depth, direct=direct)
 
+    mode = "on" if direct else "off"  # as fio is told, also for pages that `auto` would decide on otherwise
+
     def run_store(arm: _Arm, folder: Path) -> tuple[float, float]:
-        written_s, read_s = arm(folder, batch, targets, page_bytes, num_batches)
+        written_s, read_s = arm(folder, batch, targets, page_bytes, num_batches, mode)
         return rates_of["bytes"] / written_s, rates_of["bytes"] / read_s
 
     arms: dict[str, Callable[[Path], tuple[float, float]]] = {
@@ -129,12 +131,14 @@ def aligned_bytes(num_bytes: int) -> Any:
     return array
 
 
-def _store(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int) -> tuple[float, float]:
+def _store(
+    folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int, direct: str
+) -> tuple[float, float]:
     blobs = _pages_of(batch, page_bytes)
     keys = [_keys(number, len(blobs)) for number in range(num_batches)]
     sealer = Sealer()
     headers = [[sealer.seal(key, blob) for key, blob in zip(row, blobs, strict=True)] for row in keys]
-    store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES)
+    store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES, direct=direct)
     begin = time.perf_counter()
     for row, sealed in zip(keys, headers, strict=True):
         _demand(all(store.put(row, sealed, blobs)))
@@ -151,7 +155,7 @@ def _store(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_ba
 
 
 def pool(
-    folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int, direct: str = "auto"
+    folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int, direct: str
 ) -> tuple[float, float]:
     """Persist the pages of `batch` under new keys `num_batches` times, and prefetch them all into `targets`; return the
     seconds of each."""

@@ -86,7 +86,7 @@ class Segment:
         self.file_bytes = file_bytes_of(pitch_bytes, num_slots)
         self._blobs_at = self.file_bytes - num_slots * pitch_bytes
         self._direct = direct
-        self._direct_fd = direct.open(fd, writable=writable)
+        self._direct_fd = direct.open(fd, pitch_bytes, writable=writable)
         self._table_lock = threading.Lock()
         self._own: memoryview | None = None
 
