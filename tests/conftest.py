@@ -26,6 +26,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("KVHOIST_") and name != "KVHOIST_CACHE_DIR"]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("KVHOIST_RUNTIME_DIR", "off")
 
 
 @pytest.fixture

@@ -138,6 +138,6 @@ def ended(engine: SimEngine) -> Iterator[SimEngine]:
 
 
 def threads_of(part: Any) -> list[threading.Thread]:
-    io = part._io
+    attached = part.stores.current
     copying = [thread for lane in part._mover._lanes.values() for thread in lane._threads]
-    return [*copying, *(io._threads if io is not None else ())]
+    return [*copying, *(attached.io._threads if attached is not None else ())]

@@ -8,14 +8,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent import futures
-from concurrent.futures import Future
 
-from kvhoist.config import CacheConfig, check_staging
+from kvhoist.config import CacheConfig
 from kvhoist.control.directory import Directory
-from kvhoist.control.namespace import Namespace
 from kvhoist.control.plane import ControlPlane
 from kvhoist.control.policy import WritePolicy
+from kvhoist.control.staging import check_staging
 from kvhoist.control.tiers import Tier
 from kvhoist.device_layout import DeviceCache
 from kvhoist.engine_points import EnginePoints
@@ -28,18 +26,16 @@ from kvhoist.messages import Completion, Job
 from kvhoist.mover import Mover
 from kvhoist.platform.base import Event
 from kvhoist.platform.open import open_platform
-from kvhoist.stats import CacheStats, CloseReport
-from kvhoist.storage.base import Store, register_memory, unregister_memory
-from kvhoist.storage.io import StorageIO
-from kvhoist.storage.open import close_store, open_storage_io, open_store
-from kvhoist.storage.outcomes import PageOutcomes
+from kvhoist.stats import CacheStats, CloseReport, DetachReport
+from kvhoist.storage.base import Store
+from kvhoist.store_slot import StoreSlot
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 
 
 class Binding:
-    """Owns the host arena, the mover, the storage I/O and (where it was opened from an address) the store.
+    """Owns the host arena, the mover, and the slot of the store.
 
     `lock` guards `plane` and `transfers` (the jobs under way, by id). Never wait for a transfer while holding it: the
     thread that finishes a job takes it to book the completion.
@@ -57,10 +53,9 @@ class Binding:
         self.lock = threading.RLock()
         self.transfers: dict[int, Transfer] = {}
         self.num_device_blocks = device.layout.num_units
-        per_page = group.blocks_per_page if device.layout.unit is Unit.BLOCK else 1
-        self.num_device_pages = self.num_device_blocks // per_page
-        self.num_store_errors = 0
-        self._noting: list[Future[PageOutcomes]] = []
+        self.num_device_pages = self.num_device_blocks // (
+            group.blocks_per_page if device.layout.unit is Unit.BLOCK else 1
+        )
         self._pid = os.getpid()
         self._report: CloseReport | None = None
         self._closing = False
@@ -80,35 +75,28 @@ class Binding:
             if config.device_owned:
                 capacities[Tier.DEVICE] = self.num_device_pages
             directory = Directory(capacities, eviction=config.eviction, history_pages=config.history_pages)
-            self.store = None if store is None else open_store(store)
-            persists = self.store is not None and not getattr(self.store, "read_only", False)
-            self._owns_store = isinstance(store, str)
-            if self.store is not None and self._owns_store:
-                undo.callback(self.store.close)
+            self.slot = StoreSlot(self.lock, self.arena, config, store)
+            undo.callback(self.slot.close, timeout_s=30.0)
+            attached = self.slot.current
+            persists = attached is not None and attached.persists
             check_staging(config.host_retain, persists=persists)
-            if self.store is not None:
-                register_memory(self.store, self.arena.buffer.data)
-                undo.callback(unregister_memory, self.store, self.arena.buffer.data)
             self.plane = ControlPlane(
                 group,
                 directory,
                 policy,
                 device_owned=config.device_owned,
-                has_storage=self.store is not None,
+                has_storage=attached is not None,
                 persists=persists,
                 host_retain=config.host_retain,
                 clock=time.monotonic,
             )
-            self.io = self._open_io(config)
-            if self.io is not None:
-                undo.callback(self.io.close, drain=False)
             self.mover = Mover(
                 group,
                 device,
                 self.arena,
                 platform=platform,
                 on_complete=self._book,
-                io=self.io,
+                io=None if attached is None else attached.io,
                 io_backend=config.io_backend,
                 staging_bytes=int(config.staging_bytes),
                 block_quota=config.block_quota,
@@ -145,24 +133,11 @@ class Binding:
                 "a subscriber called the cache", remedy="Note the event, and act on it in another thread."
             )
 
-    def note(self, namespace: Namespace) -> None:
-        """Let the store keep what the namespace stands for, without waiting; a failure costs an explanation only."""
-        if self.io is not None:
-            with contextlib.suppress(ClosedError):
-                noting = self.io.note_namespace(namespace.digest, namespace.field_dict())
-                self._noting = [future for future in self._noting if not future.done()] + [noting]
-                noting.add_done_callback(self._noted_or_failed)
+    def attach_store(self, store: Store | str) -> None:
+        self.slot.attach(store, self.plane, self.mover, self.check_open)
 
-    def noted(self) -> list[Namespace]:
-        """Return the namespaces that the store knows, none where it cannot say."""
-        found = []
-        try:
-            for fields in (self.store.namespaces() if self.store is not None else {}).values():
-                with contextlib.suppress(ConfigError):  # what another version or a stranger wrote
-                    found.append(Namespace.from_fields(fields))
-        except Exception:
-            self._store_failed("say which namespaces it holds")
-        return found
+    def detach_store(self, *, drain: bool, timeout_s: float) -> DetachReport:
+        return self.slot.detach(self.plane, self.mover, self.check_open, drain=drain, timeout_s=timeout_s)
 
     def dispatch(self, after: Event | None = None) -> dict[int, Transfer]:
         """Hand the outbox to the mover, with `lock` held, and return the transfers by job id. Copies begin after
@@ -198,7 +173,7 @@ class Binding:
             self.dispatch()
         deadline = time.monotonic() + timeout_s
         idle = self.mover.wait_idle(timeout_s)
-        return not futures.wait(self._noting, max(0.0, deadline - time.monotonic())).not_done and idle
+        return self.slot.wait_noted(max(0.0, deadline - time.monotonic())) and idle
 
     def wait(self, jobs: Sequence[Job | None], timeout_s: float) -> bool:
         """Wait for those of `jobs` still under way; False where `timeout_s` passed first. Never with `lock` held."""
@@ -213,23 +188,20 @@ class Binding:
         return True
 
     def stats(self) -> CacheStats:
-        store = None
-        if self.store is not None and not self._closing:
-            try:
-                store = self.store.stats()  # without the lock: a store that hangs must not take the cache with it
-            except Exception:
-                self._store_failed("count its pages")
+        store = None if self._closing else self.slot.stats()
         with self.lock:
+            attached = self.slot.current
             return CacheStats(
                 jobs={kind.value: counters.to_dict() for kind, counters in self.plane.flights.counters.items()},
                 directory=self.plane.directory.stats(),
-                storage=self.io.stats() if self.io else None,
+                storage=None if attached is None else attached.io.stats(),
                 store=store,
+                store_state=self.slot.state,
                 open_jobs=self.plane.tracker.num_open,
                 num_mismatches=self.mover.num_mismatches,
                 host_bytes=self.arena.num_bytes,
                 page_bytes=self.plane.group.page_bytes,
-                num_store_errors=self.num_store_errors,
+                num_store_errors=self.slot.num_errors,
                 prefetches=self.plane.prefetch_stats(),
             )
 
@@ -246,16 +218,7 @@ class Binding:
         if drain and not self.flush(timeout_s):
             _log.warning("closing with jobs still under way after %.1f s", timeout_s)
         ended = self.mover.close(drain=False, timeout_s=max(1.0, started + timeout_s - time.monotonic()))
-        if self.io is not None:
-            left = max(1.0, started + timeout_s - time.monotonic())
-            ended = self.io.close(drain=False, timeout_s=left) and ended
-        if self.store is not None and ended and not self.arena.closed:
-            try:
-                unregister_memory(self.store, self.arena.buffer.data)
-            except Exception:
-                self._store_failed("forget the host tier's memory")
-        if self.store is not None and self._owns_store:
-            close_store(self.store, lambda: self._store_failed("close"), wait=ended)
+        ended = self.slot.close(timeout_s=max(1.0, started + timeout_s - time.monotonic())) and ended
         with self.lock:
             if ended:
                 self.arena.close()
@@ -268,27 +231,6 @@ class Binding:
             self.plane.take_jobs()
             self.plane.audit()
         return self._report
-
-    def _open_io(self, config: CacheConfig) -> StorageIO | None:
-        if self.store is None:
-            return None
-        return open_storage_io(
-            self.store,
-            self.arena.num_pages,
-            num_threads=config.io_threads,
-            max_queued_pages=config.max_queued_pages,
-            secret=config.store_secret,
-        )
-
-    def _noted_or_failed(self, noting: Future[PageOutcomes]) -> None:
-        if noting.cancelled() or noting.result().error:
-            self._store_failed("keep the fields of a namespace")
-
-    def _store_failed(self, what: str) -> None:
-        """Count and log what a store could not do, from within the handler of its exception."""
-        with self.lock:
-            self.num_store_errors += 1
-        _log.warning("the store could not %s", what, exc_info=True)
 
     def _book(self, completion: Completion) -> None:
         with self.lock:

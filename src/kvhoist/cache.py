@@ -23,6 +23,8 @@ from kvhoist.errors import ConfigError, GeometryError, UnsupportedGeometryError
 from kvhoist.geometry import CacheGeometry, CacheGroup
 from kvhoist.lease import Lease, Match, Reservation
 from kvhoist.moves import TierMoves
+from kvhoist.runtime import RuntimeServer
+from kvhoist.served_cache import ServedCache
 from kvhoist.settings import Settings
 from kvhoist.stats import CacheStats, CloseReport
 from kvhoist.storage.base import Store
@@ -67,8 +69,8 @@ class HierarchicalCache(TierMoves):
             )
         binding = Binding(group, device, host_bytes, store, config, engine_stream)
         super().__init__(binding, config, group, disabled=disabled)
-        self._noted: set[bytes] = set()
         self.space(namespace)
+        self._server = None if disabled else RuntimeServer.open(ServedCache(binding, namespace))
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
@@ -81,12 +83,8 @@ class HierarchicalCache(TierMoves):
         chosen = self.namespace if namespace is None else _namespace(namespace)
         with self._lock:
             self._binding.check_open()
-            space = self._plane.space(chosen)
-            new = chosen.digest not in self._noted
-            self._noted.add(chosen.digest)
-        if new:
-            self._binding.note(chosen)
-        return space
+            self._binding.slot.note(chosen)
+            return self._plane.space(chosen)
 
     def match(
         self,
@@ -240,6 +238,8 @@ class HierarchicalCache(TierMoves):
         Idempotent; returns the first call's report. Raises PageIdError when the books do not add up."""
         limit = seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + limit
+        if self._server is not None:
+            self._server.close()
         if drain and not self._binding.closing and not self._binding.forked:
             self.flush(limit)
         return self._binding.close(drain=drain, timeout_s=max(0.0, deadline - time.monotonic()))
@@ -255,7 +255,7 @@ class HierarchicalCache(TierMoves):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _ask_other_namespaces(self, match: Match) -> None:
-        others = self._binding.noted()
+        others = self._binding.slot.noted()
         with self._lock:
             spaces = [self._plane.space(other) for other in others if other != match.space.namespace]
             jobs = [self._plane.lookup(space, match.keys, 0) for space in spaces]

@@ -96,12 +96,3 @@ def check_host_retain(host_retain: int | None, prefetch_policy: str) -> None:
             "best_effort brings pages for later requests, and host_retain=0 keeps none for them",
             choices=[PrefetchWait.TIMEOUT, PrefetchWait.WAIT_COMPLETE],
         )
-
-
-def check_staging(host_retain: int | None, *, persists: bool) -> None:
-    """Raise ConfigError where the host tier is to keep nothing, and no storage takes the pages."""
-    if host_retain == 0 and not persists:
-        raise ConfigError(
-            "with host_retain=0 pages are kept in storage only, and there is none that is written",
-            remedy="Give it a store that is not read-only, or leave host_retain out.",
-        )

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
+from kvhoist.errors import ClosedError
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import Job, JobKind, Shard, StorageKey
 from kvhoist.storage.io import StorageIO
@@ -65,11 +66,11 @@ class EarlyPersist:
     writes that no PERSIST job asked for, the newest of each host page is remembered, until the page is filled again.
     """
 
-    def __init__(self, io: StorageIO, arena: HostArena, shard: Shard) -> None:
-        self._io = io
+    def __init__(self, arena: HostArena, shard: Shard) -> None:
+        self._io: StorageIO | None = None
+        self._early = False
         self._arena = arena
         self._shard = shard
-        self._stopped = threading.Event()
         self._unclaimed: dict[int, tuple[_Batch, int]] = {}
         self._reading: dict[int, tuple[_Batch, int]] = {}
         self._changed = threading.Condition()
@@ -79,28 +80,39 @@ class EarlyPersist:
         """Host pages whose early write no PERSIST job has asked for."""
         return len(self._unclaimed)
 
-    def announce(self, job: Job) -> Callable[[], None]:
+    def attach(self, io: StorageIO, *, early: bool) -> None:
+        """Write to `io` from now on; without `early` only what a PERSIST job asks for."""
+        with self._changed:
+            self._io, self._early = io, early
+
+    def announce(self, job: Job) -> Callable[[], None] | None:
         """Announce the early write of an OFFLOAD job whose bytes are in place: before the job is answered, since its
-        pages may be asked for or given away from then on. Returns the call that starts the write, which must follow."""
+        pages may be asked for or given away from then on. Returns the call that starts the write, which must follow;
+        None where pages are not written early."""
         batch = _Batch(job)
         writes = {page: (batch, i) for i, page in enumerate(job.host_pages)}
         with self._changed:
+            io = self._io
+            if io is None or not self._early:
+                return None
             self._unclaimed.update(writes)
             self._reading.update(writes)
         batch.future.add_done_callback(partial(self._ended, batch))
-        return partial(self._start, batch)
+        return partial(self._start, batch, io)
 
     def persist(self, job: Job) -> Persisting:
         """Answer a PERSIST job: from the early writes of its pages, and by writing those that have none.
 
-        Where none has one it raises ClosedError (the storage I/O is closed) or PageIdError (no such host page).
+        Where none has one it raises ClosedError (the storage I/O is closed, or there is none) or PageIdError (no such
+        host page).
         """
         with self._changed:
+            io = self._io
             found = {i: self._unclaimed.pop(page) for i, page in enumerate(job.host_pages) if page in self._unclaimed}
         found = {i: early for i, early in found.items() if early[0].job.page_key(early[1]) == job.page_key(i)}
         if not found:
-            return self._write(job, range(job.num_pages))
-        gathered = _Gathered(job, partial(self._write, job), self._arena.layout.group.page_bytes)
+            return self._write(io, job, range(job.num_pages))
+        gathered = _Gathered(job, partial(self._write, io, job), self._arena.layout.group.page_bytes)
         gathered.write([i for i in range(job.num_pages) if i not in found])
         batches: dict[_Batch, list[tuple[int, int]]] = {}
         for i, (batch, place) in found.items():
@@ -148,26 +160,30 @@ class EarlyPersist:
         with self._changed:
             return self._changed.wait_for(lambda: not self._reading, timeout_s)
 
-    def stop(self) -> None:
-        """Start no more early writes, and cancel those that storage has not begun. Idempotent, never blocks."""
-        self._stopped.set()
+    def detach(self, *, drain: bool) -> None:
+        """Start no more early writes and answer no PERSIST job from earlier ones; without `drain` cancel those that
+        storage has not begun. Those under way keep their pages as before. Idempotent, never blocks."""
         with self._changed:
+            self._io = None
+            self._unclaimed.clear()
             running = {batch for batch, _ in self._reading.values()}
-        for batch in running:
+        for batch in () if drain else running:
             batch.cancel()
 
-    def _start(self, batch: _Batch) -> None:
-        if self._stopped.is_set():
+    def _start(self, batch: _Batch, io: StorageIO) -> None:
+        if self._io is not io:
             batch.cancel()
-        batch.start(lambda job: self._write(job, range(job.num_pages)))
-        if self._stopped.is_set():  # meanwhile: `stop` may have come too early to cancel it
+        batch.start(lambda job: self._write(io, job, range(job.num_pages)))
+        if self._io is not io:  # meanwhile: `detach` may have come too early to cancel it
             batch.cancel()
 
-    def _write(self, job: Job, indices: Sequence[int]) -> Persisting:
+    def _write(self, io: StorageIO | None, job: Job, indices: Sequence[int]) -> Persisting:
         """Hand pages of the job to storage, now."""
+        if io is None:
+            raise no_store(job)
         keys = [StorageKey(job.page_key(i), self._shard) for i in indices]
-        future = self._io.persist(keys, [self._arena.page(job.host_pages[i]) for i in indices])
-        return Persisting(future, partial(self._io.cancel, future))
+        future = io.persist(keys, [self._arena.page(job.host_pages[i]) for i in indices])
+        return Persisting(future, partial(io.cancel, future))
 
     def _ended(self, batch: _Batch, _: Future[PageOutcomes]) -> None:
         with self._changed:
@@ -239,6 +255,10 @@ class _Gathered:
             num_bytes = self._reasons.count(None) * self._page_bytes
             outcomes = PageOutcomes(tuple(self._reasons), num_bytes, self._seconds)
         self.future.set_result(outcomes)
+
+
+def no_store(job: Job) -> ClosedError:
+    return ClosedError(f"a {job.kind} job needs a store, and none is attached")
 
 
 def _reason(error: Exception) -> str:

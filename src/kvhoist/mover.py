@@ -14,8 +14,8 @@ from kvhoist.copies import Copied, Copies, Finish, failed_with
 from kvhoist.copy_lane import CopyLane
 from kvhoist.device_copies import make_copies
 from kvhoist.device_layout import DeviceCache
-from kvhoist.early_persist import EarlyPersist
-from kvhoist.errors import ClosedError, ConfigError
+from kvhoist.early_persist import EarlyPersist, no_store
+from kvhoist.errors import ClosedError
 from kvhoist.geometry import CacheGroup
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import WHOLE, Completion, Job, JobKind, Shard
@@ -68,10 +68,11 @@ class Mover:
         self.rank = rank
         self._group = group
         self._arena = arena
-        self._io = io
+        self._io: StorageIO | None = None
         self._shard = shard
         self._persists = persists
-        self._early = EarlyPersist(io, arena, shard) if early_persist and persists and io is not None else None
+        self._writes_early = early_persist and persists
+        self._early = EarlyPersist(arena, shard)
         self._on_complete = on_complete
         self._copies: Copies | None = make_copies(
             device, arena, platform, io_backend, staging_bytes, block_quota=block_quota, debug_verify=debug_verify
@@ -80,12 +81,14 @@ class Mover:
         self._asynchronous = platform.capabilities.asynchronous
         self._lock = threading.Lock()
         self._closed = False
-        self._num_mismatches = 0
+        self.num_mismatches = 0
         self._open: dict[int, Transfer] = {}
         self._begun: set[int] = set()
         self._cancelled: set[int] = set()
         self._cancels: dict[int, Callable[[], bool]] = {}
         self._idle = threading.Condition(self._lock)
+        if io is not None:
+            self.attach(io)
         try:
             self._lanes = CopyLane.open_both(rank, platform, self._begin, self._end)
         except BaseException:
@@ -97,31 +100,23 @@ class Mover:
         """Jobs not yet answered."""
         return len(self._open)
 
-    @property
-    def num_mismatches(self) -> int:
-        """Pages that `debug_verify` found to differ from what was offloaded."""
-        return self._num_mismatches
-
     def submit(self, job: Job, *, after: Event | None = None) -> Transfer:
         """Start a job and return its transfer at once. The copy waits for `after` (the producer of an offload's source,
         the last reader of a load's destination). The job's pages and blocks belong to it until it is answered.
 
-        Raises ClosedError after close, ConfigError for a storage job without storage.
+        Raises ClosedError after close, and for a storage job while no store is attached.
         """
         transfer = Transfer(job, self._group.layers if job.kind is JobKind.LOAD else ())
         nothing_to_do = job.kind in _WRITES_TO_STORAGE and not self._persists
         with self._lock:
             if self._closed:
                 raise ClosedError("this mover is closed", got=f"a {job.kind} job")
-            if job.kind not in self._lanes and self._io is None and not nothing_to_do:
-                raise ConfigError(f"a {job.kind} job needs a store", remedy="Attach one when the cache is built.")
             self._open[job.id] = transfer
         if nothing_to_do:
             self._answer(transfer, Completion(job.id, self.rank))
             return transfer
         try:
-            lane = self._lane_of(job)
-            if lane is not None:
+            if (lane := self._lane_of(job)) is not None:
                 lane.put(transfer, after)
             else:
                 self._submit_io(transfer)
@@ -129,6 +124,17 @@ class Mover:
             self._forget(job.id)
             raise
         return transfer
+
+    def attach(self, io: StorageIO, *, early: bool = True) -> None:
+        """Serve storage jobs by `io` from now on; without `early`, as for a store only read, write no page early."""
+        self._io = io
+        self._early.attach(io, early=early and self._writes_early)
+
+    def detach(self, *, drain: bool) -> None:
+        """Refuse storage jobs from now on. Those under way are answered as their I/O ends them; early writes that have
+        not begun are cancelled unless `drain`. Idempotent, never blocks."""
+        self._io = None
+        self._early.detach(drain=drain)
 
     def cancel(self, job_id: int) -> bool:
         """Cancel a job that has not begun: it is answered with all pages failed. False where it is too late."""
@@ -143,12 +149,11 @@ class Mover:
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Block until every job is answered and every early write has ended; False when `timeout_s` passed first."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        started = time.monotonic()
         with self._idle:
             if not self._idle.wait_for(lambda: not self._open, timeout_s):
                 return False
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        return self._early is None or self._early.wait_idle(left)
+        return self._early.wait_idle(None if timeout_s is None else max(0.0, started + timeout_s - time.monotonic()))
 
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
         """Stop taking jobs, finish what is queued (or cancel it, without `drain`) and end the threads.
@@ -162,9 +167,9 @@ class Mover:
         if not drain:
             for job_id in open_ids:
                 self.cancel(job_id)
-            self._stop_early()
+            self.detach(drain=False)
         ended = self.wait_idle(timeout_s)
-        self._stop_early()
+        self.detach(drain=False)
         for lane in self._lanes.values():
             lane.close()
         left = [lane for lane in self._lanes.values() if not lane.join(timeout_s if ended else 0.1)]
@@ -177,8 +182,7 @@ class Mover:
         """Return the lane that must take the job, None where storage can take it now."""
         if job.kind in self._lanes:
             return self._lanes[job.kind]
-        waits = self._early is not None and self._early.make_way(job)
-        return self._lanes[JobKind.OFFLOAD] if waits else None
+        return self._lanes[JobKind.OFFLOAD] if self._early.make_way(job) else None
 
     def _begin(self, transfer: Transfer, after: Event | None) -> Finish | None:
         """Begin a copy, or hand a storage job over; returns what ends it."""
@@ -197,7 +201,7 @@ class Mover:
         persist: Callable[[], None] | None = None
         try:
             num_bytes, failed, error = finish()
-            if self._early is not None and job.kind is JobKind.OFFLOAD and not failed:
+            if job.kind is JobKind.OFFLOAD and not failed:
                 persist = self._early.announce(job)
             answer = Completion(job.id, self.rank, failed, error, num_bytes, time.monotonic() - transfer.started)
         except BaseException as problem:
@@ -218,7 +222,7 @@ class Mover:
         assert copies is not None, "threads end before the copies are given up"
         if job.kind is JobKind.LOAD:
             return partial(self._count_mismatches, copies.load(job, after, transfer))
-        held = self._await_early(job)
+        held = self._early.await_way(job)
         free = job if not held else job.without(held)
         if free is None:
             return lambda: Copied(0, held, _HELD)
@@ -226,13 +230,13 @@ class Mover:
         return finish if not held else lambda: finish()._replace(failed_pages=held, error=_HELD)
 
     def _count_mismatches(self, finish: Finish) -> Copied:
-        self._num_mismatches += len((copied := finish()).failed_pages)
+        self.num_mismatches += len((copied := finish()).failed_pages)
         return copied
 
     def _submit_late(self, transfer: Transfer) -> None:
         """Hand a job to storage once early writes are out of its way."""
         job = transfer.job
-        held = self._await_early(job)
+        held = self._early.await_way(job)
         with self._lock:
             cancelled = job.id in self._cancelled
         if cancelled or held:
@@ -240,22 +244,16 @@ class Mover:
         else:
             self._submit_io(transfer)
 
-    def _await_early(self, job: Job) -> tuple[int, ...]:
-        return self._early.await_way(job) if self._early is not None else ()
-
-    def _stop_early(self) -> None:
-        if self._early is not None:
-            self._early.stop()
-
     def _submit_io(self, transfer: Transfer) -> None:
-        assert self._io is not None
-        job = transfer.job
-        if job.kind is JobKind.PERSIST and self._early is not None:
+        job, io = transfer.job, self._io
+        if io is None:
+            raise no_store(job)
+        if job.kind is JobKind.PERSIST and self._writes_early:
             future, cancel = self._early.persist(job)
         else:
             on_part = lambda part: self._on_complete(self._told(transfer, part))  # noqa: E731
-            future = start_storage_job(self._io, self._arena, self._shard, job, on_part)
-            cancel = partial(self._io.cancel, future)
+            future = start_storage_job(io, self._arena, self._shard, job, on_part)
+            cancel = partial(io.cancel, future)
         with self._lock:
             if job.id in self._open:
                 self._cancels[job.id] = cancel

@@ -15,11 +15,14 @@ from kvhoist.control.namespace import Namespace
 from kvhoist.control.pins import Pins
 from kvhoist.control.policy import WriteWhen
 from kvhoist.control.tiers import Tier
+from kvhoist.control.write_back import num_unsafe, offload_victims
 from kvhoist.errors import ConfigError, PolicyError, StoreUnavailableError
 from kvhoist.geometry import CacheGroup
 from kvhoist.lease import Lease, Match
 from kvhoist.messages import Job, JobKind
 from kvhoist.platform.base import Event
+from kvhoist.stats import DetachReport
+from kvhoist.storage.base import Store
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger(__name__)
@@ -145,8 +148,9 @@ class TierMoves:
             self._binding.check_open()
             num_pages = self._plane.clear(self._plane.space(namespace) if namespace else None)
             late = [job for job in self._plane.tracker.jobs() if job.kind is JobKind.PERSIST]
-        store = self._binding.store
-        if storage and store is not None:
+            attached = self._binding.slot.current
+        if storage and attached is not None:
+            store = attached.store
             late = [job for job in late if namespace is None or job.namespace == namespace.digest]
             for job in late:
                 self._binding.mover.cancel(job.id)
@@ -172,10 +176,30 @@ class TierMoves:
             if not self._binding.flush(max(0.0, deadline - time.monotonic())):
                 return False
             with self._lock:
-                before, left = left, self._plane.num_unsafe()
+                before, left = left, num_unsafe(self._plane)
             if not left or left == before:  # none, or what is left finds no room: a prefix longer than the host tier
                 break
         return True
+
+    def attach_store(self, store: Store | str) -> None:
+        """Use a store (or the store at an address) from now on, as if the cache had been built with it. Opening it may
+        take long, and holds up nobody but the caller. It begins with nothing known: what it holds is found as requests
+        ask for it, and what the host tier holds is written to it as it is hit.
+
+        Raises StorageError where a store is attached already or another attach or detach is under way, ClosedError, and
+        what opening the store raises; nothing has changed then.
+        """
+        self._binding.attach_store(store)
+
+    def detach_store(self, *, drain: bool = True, timeout_s: float = 60.0) -> DetachReport:
+        """Use no store from now on. Pages on their way there are finished, or cancelled where that takes longer than
+        `timeout_s` or `drain` is False; requests that wait for pages from it compute them. A store that was opened from
+        an address is closed. Where one of its calls hangs, the pages that it reads or writes stay pinned, and the
+        store open, until it returns: the report says so, and the cache goes on.
+
+        Raises StorageError where none is attached or another attach or detach is under way, ClosedError, ConfigError.
+        """
+        return self._binding.detach_store(drain=drain, timeout_s=seconds("timeout_s", timeout_s))
 
     def subscribe(self, callback: Callable[[DirectoryEvent], None]) -> Callable[[], None]:
         """Call `callback` for pages stored in or removed from a tier (under the cache's lock: be quick, call nothing
@@ -244,7 +268,7 @@ class TierMoves:
             return
         with self._lock:
             free = self._plane.directory.stats().tiers["device"].free_pages if room is None else room
-            jobs = self._plane.offload_victims(num_pages - free, unless_stored=until is not None)
+            jobs = offload_victims(self._plane, num_pages - free, unless_stored=until is not None)
             self._binding.dispatch()
         limit = self.config.acquire_timeout_s if until is None else max(0.0, until - time.monotonic())
         self._binding.wait(jobs, limit)

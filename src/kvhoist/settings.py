@@ -5,6 +5,7 @@
 | KVHOIST_DISABLE | `1` turns all of kvhoist off: engines compute as if it were not there |
 | KVHOIST_CACHE_DIR | folder for unpacked models, stores and compiled kernels; default `$XDG_CACHE_HOME/kvhoist` |
 | KVHOIST_PLATFORM | `cuda` or `rocm`: whose GPUs `cuda` means; default: torch's or a loaded HIP runtime's |
+| KVHOIST_RUNTIME_DIR | private folder of sockets by which `kvhoist ps` and others reach running caches, or `off` |
 | KVHOIST_LOG_LEVEL | DEBUG, INFO, WARNING (default), ERROR or CRITICAL |
 | KVHOIST_STORE_SECRET | secret that signs stored pages, as text; at least 16 bytes |
 | KVHOIST_STORE_SECRET_FILE | file with that secret (its bytes, less one line end); not beside the variable above |
@@ -59,6 +60,7 @@ class Settings:
     gpu_platform: str = ""
     driver_owned_host_memory: bool = False
     rocm_path: Path = Path("/opt/rocm")
+    runtime_dir: Path | None = None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -73,6 +75,7 @@ class Settings:
             gpu_platform=_gpu_platform(env),
             driver_owned_host_memory=env.get("HSA_USERPTR_FOR_PAGED_MEM") == "0",  # as ROCm reads it: no other value
             rocm_path=Path(env.get("ROCM_PATH") or "/opt/rocm"),
+            runtime_dir=_runtime_dir(env),
         )
 
 
@@ -96,6 +99,23 @@ def _cache_dir(env: Mapping[str, str]) -> Path:
     base = env.get("XDG_CACHE_HOME", "")
     home = Path(base) if base.startswith("/") else Path(env.get("HOME") or user_path("~")) / ".cache"
     return home / "kvhoist"
+
+
+def _runtime_dir(env: Mapping[str, str]) -> Path | None:
+    given = env.get("KVHOIST_RUNTIME_DIR", "")
+    if given.strip().lower() == "off":
+        return None
+    if given:
+        path = user_path(given)
+        if not path.is_absolute():
+            raise ConfigError(
+                "KVHOIST_RUNTIME_DIR cannot be a folder", got=repr(given), expected="an absolute folder path, or off"
+            )
+        return path
+    base = env.get("XDG_RUNTIME_DIR", "")
+    if base.startswith("/") and Path(base).is_dir():
+        return Path(base) / "kvhoist"
+    return Path(env.get("TMPDIR") or "/tmp") / f"kvhoist-{os.geteuid()}"
 
 
 def _log_level(env: Mapping[str, str]) -> str:

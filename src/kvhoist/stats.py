@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvhoist.control.directory_stats import DirectoryStats
+from kvhoist.control.plane import ControlPlane
 from kvhoist.control.prefetches import PrefetchStats
+from kvhoist.messages import JobKind
 from kvhoist.storage.base import StoreStats
 from kvhoist.storage.outcomes import StorageIOStats
 
@@ -17,7 +20,8 @@ class CacheStats:
     """Counters since the cache was opened, gauges where the name says num_ or open_.
 
     jobs: by kind (`offload`, `load`, …) the jobs, pages, failed_pages, bytes and seconds of what finished.
-    directory: pages and page states by tier, hits, evictions. storage and store: None without one.
+    directory: pages and page states by tier, hits, evictions. storage and store: of the store that is attached, since
+    then; None without one. store_state: which it is, or since when there is none, for people.
     num_store_errors: calls of the store outside of jobs (namespaces, stats, close) that raised.
     prefetches: what prefetches were good for, in pages.
     """
@@ -31,11 +35,52 @@ class CacheStats:
     num_mismatches: int
     host_bytes: int
     page_bytes: int
+    store_state: str
     num_store_errors: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DetachReport:
+    """What detaching the store `store` came to: pages that were still written to it, pages whose writing was cancelled
+    or failed, and pages that a call had in hand which had not returned. `memory_kept`: such calls keep their pages of
+    the host tier, and the store stays open, until they return."""
+
+    store: str
+    persisted_pages: int
+    lost_pages: int
+    hung_pages: int
+    memory_kept: bool
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+
+class DetachTally:
+    """Counts from now on for the report of detaching the store `store`. Called where the plane may be."""
+
+    def __init__(self, store: str, plane: ControlPlane) -> None:
+        self._store = store
+        self._plane = plane
+        self._persists = plane.flights.counters[JobKind.PERSIST]
+        self._written, self._failed = self._persists.pages, self._persists.failed_pages
+        self._started = time.monotonic()
+
+    def report(self, memory_kept: bool) -> DetachReport:
+        left = [job for job in self._plane.tracker.jobs() if job.kind in (JobKind.PERSIST, JobKind.PREFETCH)]
+        return DetachReport(
+            self._store,
+            persisted_pages=self._persists.pages - self._written,
+            lost_pages=self._persists.failed_pages - self._failed,
+            hung_pages=sum(job.num_pages for job in left) if memory_kept else 0,
+            memory_kept=memory_kept,
+            seconds=time.monotonic() - self._started,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class CacheLife(RuleBasedStateMachine):
     )
     def build(self, device_pages, host_pages, blocks, policy, eviction, storage_bytes, stages):
         self.store = FlakyStore(storage_bytes) if storage_bytes else None
+        self.parked = FlakyStore("64KiB")
         retain = 0 if stages and storage_bytes else None
         self.options = {
             "device_pages": device_pages,
@@ -106,6 +107,7 @@ class CacheLife(RuleBasedStateMachine):
             self.engine.cache.flush(30)
             self.engine.cache.clear(storage=storage)
             self.computed.clear()
+            self.parked = FlakyStore("64KiB")
             assert all(self.engine.cache.match([page] * PAGE_TOKENS).num_pages == 0 for page in (1, 2))
 
     @rule()
@@ -116,6 +118,17 @@ class CacheLife(RuleBasedStateMachine):
     @rule(broken=st.booleans())
     def storage_breaks_or_mends(self, broken):
         self.store.broken = broken
+
+    @rule(drain=st.booleans(), swap=st.booleans())
+    def detach_or_attach(self, drain, swap):
+        if self.store is not None:
+            assert not self.engine.cache.detach_store(drain=drain, timeout_s=30).memory_kept
+            assert self.engine.cache.stats().directory.tiers["storage"].ready_pages == 0
+        if self.store is None or swap:
+            self.store, self.parked = self.parked, self.store or FlakyStore("64KiB")
+            self.engine.cache.attach_store(self.store)
+        else:
+            self.store, self.parked = None, self.store
 
     @rule(drain=st.booleans())
     def restart(self, drain):

@@ -11,6 +11,7 @@ from mooncake_support import Master, running_master
 
 from kvhoist import testing
 from kvhoist.storage import FileStore, MooncakeStore, Sealer, StorageIO, Store, open_store
+from kvhoist.storage.file import direct
 from kvhoist.storage.record import HEADER_BYTES
 
 NUM = 12
@@ -38,6 +39,12 @@ class Pages(testing.Pages):
         assert all(self.put(store, range(NUM + 5)))
         assert self.read(store, range(NUM + 5)) == ["good"] * (NUM + 5)
         store.audit()
+
+
+@pytest.fixture(autouse=True)
+def direct_for_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the small pages of tests go past the page cache, as large ones do, where the file system can do that."""
+    monkeypatch.setattr(direct, "DIRECT_FROM_BYTES", 0)
 
 
 @pytest.fixture

@@ -82,6 +82,14 @@ def test_a_fio_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
         fio.measure(tmp_path / "disk", block_bytes=4096, total_bytes=8192, depth=1, direct=False)
 
 
+def test_direct_and_the_page_cache_take_turns(tmp_path: Path) -> None:
+    rows = storage.run(tmp_path, smoke=True, part="direct")["direct"]
+    assert list(tmp_path.iterdir()) == []
+    for row in rows:  # none where there is no O_DIRECT
+        ratio = row["off_gib_per_s"] / row["on_gib_per_s"]
+        assert row["off_over_on"] == pytest.approx(ratio, abs=0.01 + 0.02 * ratio)
+
+
 CALLS = {"match", "match unknown", "acquire", "release", "reserve", "commit"}
 
 
@@ -148,5 +156,5 @@ def test_a_fault_is_what_it_is_called_and_ends(pages: Any) -> None:
 
 
 def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(ConfigError, match="valid choices: speed, match, faults, all"):
+    with pytest.raises(ConfigError, match="valid choices: speed, direct, match, faults, all"):
         storage.run(part="everything")

@@ -75,7 +75,7 @@ def test_a_store_that_fails_is_not_asked_for_a_while_and_then_once(
     with caplog.at_level(logging.INFO, "kvhoist.storage.breaker"):
         for _ in range(3):
             assert "gone" in read(1).result(DEADLINE_S).error
-        for pause_s in (1, 2, 4, 8, 16, 32, 60, 60):
+        for pause_s in (1, 2, 4, 8, 15, 15, 15, 15):
             asked = moody.num_calls
             clock.now += 0.99 * pause_s
             refused = read(1, 2)
@@ -287,3 +287,14 @@ def test_a_callback_that_exits_keeps_nobody_from_being_told_of_a_hang(moody: Moo
     moody.gate.set()
     assert hanging.result(DEADLINE_S).error is None
     assert io.close()
+
+
+def test_a_kind_of_call_that_works_again_has_the_others_tried_at_once() -> None:
+    breaker = Breaker("moody", hang_s=10.0, clock=(clock := Clock()))
+    for kind in ("read", "write") * 3:
+        breaker.end(int(breaker.begin(kind)), "gone")
+    clock.now += 1.5
+    breaker.end(int(breaker.begin("read")), "gone")
+    assert breaker.refusal("read") == f"{FENCED}: gone", "reads wait 2 s now"
+    breaker.end(int(breaker.begin("write")), None)
+    assert breaker.refusal("read") is None

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from kvhoist.errors import ConfigError, StoreUnavailableError
 from kvhoist.storage.base import address_of
-from kvhoist.storage.file.direct import ALIGNMENT, Direct, plan_calls
+from kvhoist.storage.file import direct
+from kvhoist.storage.file.direct import ALIGNMENT, DIRECT_FROM_BYTES, Direct, plan_calls
 from kvhoist.storage.file.vectored import MAX_BUFFERS
 
 BOUNCE_BYTES = 1 << 20
@@ -134,6 +135,20 @@ def test_neighbours_go_in_one_call_and_no_aligned_page_is_copied(
     assert [address_of(buffer) for buffer in calls.direct[3]] == [address_of(target) for target in targets]
     assert [list(map(len, call)) for call in (headers, generation)] == [[2 * ALIGNMENT], [ALIGNMENT]]
     assert len(calls.direct) == 4, "the owner need not read its headers"
+
+
+@pytest.mark.parametrize("mode", ["auto", "on", "off"])
+@pytest.mark.parametrize("page_bytes", [4096, DIRECT_FROM_BYTES - ALIGNMENT, DIRECT_FROM_BYTES])
+def test_small_pages_go_through_the_page_cache_unless_they_are_told_not_to(
+    stores: Any, pages_of: Any, monkeypatch: pytest.MonkeyPatch, page_bytes: int, mode: str
+) -> None:
+    monkeypatch.setattr(direct, "DIRECT_FROM_BYTES", DIRECT_FROM_BYTES)
+    pages = pages_of(page_bytes=page_bytes)
+    store = stores.open(capacity="8MiB", direct=mode)
+    calls = Calls(monkeypatch)
+    assert all(pages.put(store, range(3)))
+    assert pages.read(store, range(3)) == ["good"] * 3
+    assert bool(calls.direct) == (mode == "on" or (mode == "auto" and page_bytes >= DIRECT_FROM_BYTES))
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT])

@@ -106,7 +106,17 @@ def test_what_a_killed_process_left_unfinished_is_cleared_away(stores: Any, page
 
 @pytest.mark.parametrize(
     ("pitch_bytes", "num_slots"),
-    [(0, 1), (0, 0), (4096, 0), (4097, 10), (4096, 1 << 60), (4096, 1 << 30), ((1 << 64) - 4096, 1), (8192, 17)],
+    [
+        (0, 1),
+        (0, 0),
+        (4096, 0),
+        (4097, 10),
+        (4096, 1 << 60),
+        (4096, 1 << 30),
+        ((1 << 64) - 4096, 1),
+        ((1 << 32) + 4096, 1),
+        (8192, 17),
+    ],
 )
 def test_a_superblock_of_an_impossible_shape_is_left_alone(
     damage: Any, stores: Any, pages: Any, pitch_bytes: int, num_slots: int

@@ -61,14 +61,17 @@ def test_all_that_is_made_is_its_users_alone_whatever_the_umask(
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_a_folder_that_was_made_for_a_group_stays_the_groups_and_no_others(tmp_path: Path, pages: Any) -> None:
-    folder = tmp_path / "shared"
-    folder.mkdir(mode=0o777)
-    folder.chmod(0o770)
+@pytest.mark.parametrize(("mode", "folders", "files"), [(0o770, 0o770, 0o660), (0o755, 0o700, 0o600)])
+def test_what_is_made_is_the_groups_too_where_the_group_can_write_to_the_folder(
+    tmp_path: Path, pages: Any, mode: int, folders: int, files: int
+) -> None:
+    folder = tmp_path / "given"
+    folder.mkdir()
+    folder.chmod(mode)
     with FileStore(folder, capacity="8MiB") as store:
         pages.put(store, range(NUM))
         store.note_namespace(pages.namespace, {"model_id": '"m"'})
-    assert modes(folder) == {"folder": {0o770}, "file": {0o660}}
+    assert modes(folder) == {"folder": {mode, folders}, "file": {files}}
 
 
 def test_a_folder_that_everybody_may_write_to_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +181,7 @@ def forged(stores: Any, pitch_bytes: int, num_slots: int, file_bytes: int, name:
 
 
 @pytest.mark.parametrize("file_bytes", [4096, 8192, 100_000])
-@pytest.mark.parametrize("pitch_bytes", [4096, 1 << 30, 1 << 40])
+@pytest.mark.parametrize("pitch_bytes", [4096, 1 << 30, 1 << 32])
 def test_a_few_bytes_that_speak_of_millions_of_slots_cost_neither_memory_nor_time(
     stores: Any, pages: Any, pitch_bytes: int, file_bytes: int
 ) -> None:

@@ -120,7 +120,7 @@ def spoilt(stores: Any, pages: Any, segment_file: Any) -> Any:
     return spoil
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.integers(0, NUM - 1), CHANGES, min_size=1, max_size=4))
 @example({0: {"chain hash length": 0}, 1: {"chain hash length": 65}, 2: {"blob length": 0}, 3: {"spare": 1}})
 @example({0: {"blob length": 8192, "written at": (1 << 64) - 1}, 1: {"blob length": 8193}, 2: {"ranks": 0, "rank": 7}})

@@ -344,9 +344,9 @@ def test_a_store_that_fails_outside_of_jobs_costs_nothing_but_is_counted():
         stats = engine.cache.stats()
         assert stats.store is None
         assert stats.num_store_errors == 4
-        engine.cache._binding._owns_store = True
+        engine.cache._binding.slot.current.owned = True
     assert engine.cache._binding.arena.closed
-    assert engine.cache._binding.num_store_errors == 5
+    assert engine.cache._binding.slot.num_errors == 5
 
 
 def test_fields_of_a_namespace_that_mean_nothing_do_not_stop_explain():
@@ -374,7 +374,7 @@ def test_a_job_that_the_storage_io_does_not_take_fails_and_is_forgotten(monkeypa
         def refuse(*_: Any) -> None:
             raise MemoryError("planted")
 
-        monkeypatch.setattr(engine.cache._binding.io, "persist", refuse)
+        monkeypatch.setattr(engine.cache._binding.slot.current.io, "persist", refuse)
         engine.run(PROMPT)
         assert engine.cache.flush(10)
         assert engine.cache.stats().open_jobs == 0
@@ -401,9 +401,9 @@ def test_an_eviction_policy_that_fails_leaves_no_reservation_behind():
         engine.cache.evict("host", 6)
         Failing.calls_left = 0
         space, keys = engine.cache.match(PROMPT).space, list(engine.cache.match(PROMPT).keys)
-        real = engine.cache._plane._is_ready
-        engine.cache._plane._is_ready = (  # type: ignore[method-assign]
-            lambda space, key, tier: keys.index(key) in entries_with_gap and real(space, key, tier)
+        real = engine.cache._plane._may_offload
+        engine.cache._plane._may_offload = (  # type: ignore[method-assign]
+            lambda space, key: keys.index(key) in entries_with_gap and real(space, key)
         )
         with pytest.raises(PolicyError, match="planted"):
             engine.cache._plane.offload(space, keys, 0, 10)
@@ -601,11 +601,11 @@ def test_closing_a_cache_does_not_wait_for_its_store_to_finish_calls_that_hang(m
             self.closed.set()
 
     store = Hangs("1MiB")
-    monkeypatch.setattr("kvhoist.binding.open_store", lambda _: store)
+    monkeypatch.setattr("kvhoist.attached_store.open_store", lambda _: store)
     engine = TinyEngine(device_pages=24, host_pages=24, store="memory:", config=CacheConfig(device_owned=False))
     engine.cache.write(engine.cache.match(LONG), list(range(10)))
     assert store.inside.wait(30)
     assert engine.cache.close(drain=False, timeout_s=1).memory_kept
-    assert engine.cache._binding.num_store_errors == 0, "it was waited for until it gave up"
+    assert engine.cache._binding.slot.num_errors == 0, "it was waited for until it gave up"
     store.gate.set()
     assert store.closed.wait(30)

@@ -44,12 +44,14 @@ class Bystander:
 
 def test_hashing_keeps_the_gil_so_that_a_scheduler_does_not_queue_behind_io_threads() -> None:
     tokens = list(range(3000, 7000))
+    kinds = [tokens, tuple(tokens), *(np.array(tokens, dtype) for dtype in (np.uint32, np.int64, np.int32))]
     chain = TokenChain(16)
 
     def hash_all() -> None:
-        chain.keys(tokens)
-        TokenChain(16).keys(tokens)
-        chain_hashes(tokens, 16)
+        for kind in kinds:
+            chain.keys(kind)
+            TokenChain(16, vocab_size=7000).keys(kind)
+            chain_hashes(kind, 16)
 
     assert not Bystander().sees(hash_all)
     assert Bystander().sees(lambda: np.array_equal(tokens, tokens)), "numpy gives it up for as many tokens"

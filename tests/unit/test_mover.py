@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mover_support import BLOCKS_PER_PAGE, DEADLINE_S, HeldStore, Rank, blob_of, storage_key
 
-from kvhoist.errors import ConfigError
+from kvhoist.errors import ClosedError
 from kvhoist.messages import LEFT_OUT, Completion, JobKind
 
 GUARD = 7
@@ -159,11 +159,11 @@ def test_a_rank_that_does_not_persist_still_asks_storage_and_reads_it() -> None:
 def test_a_rank_without_storage_and_nothing_to_persist_needs_none() -> None:
     with Rank(persists=False) as rank:
         assert rank.run(JobKind.PERSIST, [1], [0]).error is None
-        with pytest.raises(ConfigError, match="needs a store"):
+        with pytest.raises(ClosedError, match="needs a store"):
             rank.submit(JobKind.LOOKUP, [1])
     with Rank(early_persist=True) as rank:
         assert rank.offload([1], [0]).error is None
-        with pytest.raises(ConfigError, match="needs a store"):
+        with pytest.raises(ClosedError, match="needs a store"):
             rank.submit(JobKind.PERSIST, [1], [0])
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -15,7 +16,8 @@ SECRET = "0123456789abcdef"
 
 def test_an_empty_environment_has_defaults() -> None:
     settings = Settings.from_env({"HOME": "/home/user"})
-    assert settings == Settings(disabled=False, cache_dir=Path("/home/user/.cache/kvhoist"))
+    runtime_dir = Path(f"/tmp/kvhoist-{os.geteuid()}")
+    assert settings == Settings(disabled=False, cache_dir=Path("/home/user/.cache/kvhoist"), runtime_dir=runtime_dir)
     assert settings.log_level == "WARNING"
     assert settings.store_secret is None
 

@@ -57,8 +57,9 @@ class EngineSide:
         self._stored = [self._new_prompt(BATCH_PAGES) for _ in range(_NUM_STORED)]
         self._stored_pages = 0
         self._stored_changed = threading.Condition()
-        self._running = threading.Event()
-        self._closing = False
+        self._state = threading.Condition()
+        self._loads = self._closing = False
+        self._num_parked = 0
         self.cache.subscribe(self._note)
         for prompt in self._stored:
             self._persist(*prompt)
@@ -81,8 +82,9 @@ class EngineSide:
 
     def close(self) -> None:
         """End the load and the cache."""
-        self._closing = True
-        self._running.set()
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
         for thread in self._threads:
             thread.join()
         for pins in self._pins:
@@ -92,11 +94,15 @@ class EngineSide:
     @contextmanager
     def load(self) -> Iterator[None]:
         """Keep storage busy meanwhile; afterwards nothing is under way, unless the store hangs."""
-        self._running.set()
+        with self._state:
+            self._loads = True
+            self._state.notify_all()
         try:
             yield
         finally:
-            self._running.clear()
+            with self._state:
+                self._loads = False
+                self._state.wait_for(lambda: self._num_parked == len(self._threads))
             self.cache.flush()
 
     def run(self, seconds: float, watch: Stopwatch) -> None:
@@ -159,8 +165,12 @@ class EngineSide:
                 time.sleep(_AFTER_MISS_S)
 
     def _goes_on(self) -> bool:
-        self._running.wait()
-        return not self._closing
+        with self._state:
+            self._num_parked += 1
+            self._state.notify_all()
+            self._state.wait_for(lambda: self._loads or self._closing)
+            self._num_parked -= 1
+            return not self._closing
 
     def _persist(self, tokens: Sequence[int], chain: TokenChain) -> None:
         """Fill a batch of pages and send it to storage; wait until it is there, or for a while."""
@@ -175,7 +185,7 @@ class EngineSide:
         if event.tier is Tier.STORAGE and event.kind == "stored":
             with self._stored_changed:
                 self._stored_pages += len(event.keys)
-                self._stored_changed.notify()
+                self._stored_changed.notify_all()
 
     def _new_prompt(self, num_pages: int) -> tuple[list[int], TokenChain]:
         first = next(self._first_tokens)

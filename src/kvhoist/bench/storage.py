@@ -1,4 +1,5 @@
-"""Storage, in three parts: FileStore's speed beside fio's; an engine's calls while storage is busy; and while it fails.
+"""Storage, in parts: FileStore's speed beside fio's; by O_DIRECT and without; an engine's calls while storage is busy,
+and while it fails.
 
 python -m kvhoist.bench.storage [--smoke] [--part PART] [FOLDER]
 """
@@ -13,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvhoist.bench import storage_faults, storage_match, storage_speed
+from kvhoist.bench import storage_direct, storage_faults, storage_match, storage_speed
 from kvhoist.bench.facts import facts
 from kvhoist.errors import ConfigError
 from kvhoist.system_files import text_of
 
-PARTS = ("speed", "match", "faults")
+PARTS = ("speed", "direct", "match", "faults")
 ALL = "all"
 
 
@@ -42,6 +43,8 @@ def run(
         if part in ("speed", ALL):
             found |= storage_speed.measure(scratch, num_pages, page_bytes, smoke)
             passed.append(found["pass"])
+        if part in ("direct", ALL):
+            found["direct"] = storage_direct.measure(scratch, smoke)
         if part in ("match", ALL):
             found["match"] = storage_match.measure(scratch, smoke)
             passed.append(all(row.get("pass", True) for row in found["match"]))

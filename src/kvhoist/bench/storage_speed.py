@@ -34,10 +34,10 @@ FIO_DEPTHS = (8, BATCH_PAGES)
 TARGET_REINDEX_S = 2.0
 REINDEX_PAGES = 100_000
 
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 _PAGE_BYTES, _SMOKE_PAGE_BYTES = (1 << 20, 2 << 20, 4 << 20), (1 << 18,)
 _NAMESPACE = bytes(32)
-_Arm = Callable[[Path, Any, list[Any], int, int], tuple[float, float]]
+_Arm = Callable[[Path, Any, list[Any], int, int, str], tuple[float, float]]
 _SMALL_BYTES = 4096
 
 
@@ -74,21 +74,23 @@ def _measure_size(
     scratch: Path, page_bytes: int, total_bytes: int, rounds: int, depths: Sequence[int], direct: bool
 ) -> dict[str, Any]:
     # One set of buffers for all arms: memory that an arm is the first to touch would be charged to that arm.
-    batch, *targets = (_buffer(BATCH_PAGES * page_bytes) for _ in range(1 + _IN_FLIGHT))
+    batch, *targets = (aligned_bytes(BATCH_PAGES * page_bytes) for _ in range(1 + IN_FLIGHT))
     num_batches = total_bytes // batch.nbytes
     rates_of = {"bytes": num_batches * batch.nbytes, "page_bytes": page_bytes}
 
     def run_fio(depth: int, folder: Path) -> tuple[float, float]:
         return fio.measure(folder, block_bytes=page_bytes, total_bytes=rates_of["bytes"], depth=depth, direct=direct)
 
+    mode = "on" if direct else "off"  # as fio is told, also for pages that `auto` would decide on otherwise
+
     def run_store(arm: _Arm, folder: Path) -> tuple[float, float]:
-        written_s, read_s = arm(folder, batch, targets, page_bytes, num_batches)
+        written_s, read_s = arm(folder, batch, targets, page_bytes, num_batches, mode)
         return rates_of["bytes"] / written_s, rates_of["bytes"] / read_s
 
     arms: dict[str, Callable[[Path], tuple[float, float]]] = {
         f"fio {depth}": partial(run_fio, depth) for depth in depths
     }
-    arms |= {"store": partial(run_store, _store), "pool": partial(run_store, _pool)}
+    arms |= {"store": partial(run_store, _store), "pool": partial(run_store, pool)}
     rates: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     order = random.Random(0)
     for _ in range(rounds):
@@ -122,19 +124,21 @@ def _figures(rates: dict[str, list[tuple[float, float]]], column: int) -> dict[s
     }
 
 
-def _buffer(num_bytes: int) -> Any:
+def aligned_bytes(num_bytes: int) -> Any:
     """Return random bytes that lie aligned, as host pages do."""
     array = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
     array[:] = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
     return array
 
 
-def _store(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int) -> tuple[float, float]:
+def _store(
+    folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int, direct: str
+) -> tuple[float, float]:
     blobs = _pages_of(batch, page_bytes)
     keys = [_keys(number, len(blobs)) for number in range(num_batches)]
     sealer = Sealer()
     headers = [[sealer.seal(key, blob) for key, blob in zip(row, blobs, strict=True)] for row in keys]
-    store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES)
+    store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES, direct=direct)
     begin = time.perf_counter()
     for row, sealed in zip(keys, headers, strict=True):
         _demand(all(store.put(row, sealed, blobs)))
@@ -150,10 +154,14 @@ def _store(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_ba
     return written_s, read_s
 
 
-def _pool(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int) -> tuple[float, float]:
+def pool(
+    folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int, direct: str
+) -> tuple[float, float]:
+    """Persist the pages of `batch` under new keys `num_batches` times, and prefetch them all into `targets`; return the
+    seconds of each."""
     blobs = _pages_of(batch, page_bytes)
     keys = [_keys(number, len(blobs)) for number in range(num_batches)]
-    store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES)
+    store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES, direct=direct)
     io = StorageIO(store, Sealer())
     buffers = [_pages_of(target, page_bytes) for target in targets]
     begin = time.perf_counter()
@@ -162,7 +170,7 @@ def _pool(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_bat
     written_s = time.perf_counter() - begin
     _drop_cache(folder)
     begin = time.perf_counter()
-    _pipeline(lambda number: io.prefetch(keys[number], buffers[number % _IN_FLIGHT]), num_batches)
+    _pipeline(lambda number: io.prefetch(keys[number], buffers[number % IN_FLIGHT]), num_batches)
     read_s = time.perf_counter() - begin
     io.close()
     store.close()
@@ -170,13 +178,13 @@ def _pool(folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_bat
 
 
 def _pipeline(submit: Callable[[int], Any], num_batches: int) -> None:
-    """Keep `_IN_FLIGHT` batches under way; a batch's buffers are used again only when it is done."""
+    """Keep `IN_FLIGHT` batches under way; a batch's buffers are used again only when it is done."""
     futures: list[Any] = []
     for number in range(num_batches):
-        if number >= _IN_FLIGHT:
-            _demand(futures[number - _IN_FLIGHT].result().error is None)
+        if number >= IN_FLIGHT:
+            _demand(futures[number - IN_FLIGHT].result().error is None)
         futures.append(submit(number))
-    for future in futures[-_IN_FLIGHT:]:
+    for future in futures[-IN_FLIGHT:]:
         _demand(future.result().error is None)
 
 

@@ -45,7 +45,7 @@ def directory(
 def storage(
     folder: Annotated[Path | None, typer.Option(help="On the disk to measure; default: the temporary folder.")] = None,
     pages: Annotated[int, typer.Option(min=1, help="Pages to find again at start.")] = 100_000,
-    part: Annotated[str, typer.Option(help="speed, match, faults, or all.")] = "all",
+    part: Annotated[str, typer.Option(help="speed, direct, match, faults, or all.")] = "all",
     plot: PlotOption = None,
     smoke: SmokeOption = False,
     as_json: JsonOption = False,

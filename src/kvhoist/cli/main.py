@@ -23,6 +23,7 @@ from kvhoist.cli.doctor import doctor
 from kvhoist.cli.explain import explain
 from kvhoist.cli.explain_plan import explain_plan
 from kvhoist.cli.output import side_console
+from kvhoist.cli.running import attach, detach, ps
 from kvhoist.cli.store import store_app
 from kvhoist.errors import KvhoistError
 from kvhoist.settings import Settings
@@ -91,6 +92,9 @@ app.command(name="demo-vllm")(demo_vllm)
 app.command()(explain)
 app.command(name="explain-plan")(explain_plan)
 app.command()(doctor)
+app.command()(ps)
+app.command()(attach)
+app.command()(detach)
 app.add_typer(store_app)
 app.add_typer(bench_app)
 

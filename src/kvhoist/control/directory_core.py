@@ -75,6 +75,14 @@ class DirectoryCore:
         known = space.num_known(keys, stop, stop)
         return _last_of_path(self._table.entry(space, keys[known - 1]), known - start) if known > start else []
 
+    def drop_hints(self, most_pages: int, reason: str) -> int:
+        """Forget up to `most_pages` pages of what storage was known to hold, and return how many: 0 where none is left.
+        Takes about a µs a page."""
+        book = self._books[Tier.STORAGE]
+        hinted = list(reversed(book.policy.choose(most_pages)))
+        self._drop(hinted, book, What.DROPPED, reason)
+        return len(hinted)
+
     def note_unstored(self, space: Space, keys: Sequence[bytes], reason: str) -> None:
         """Remember for `explain` that pages did not reach storage."""
         self._history.note(What.FAILED, space.serial, Tier.STORAGE, keys, reason)

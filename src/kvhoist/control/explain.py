@@ -64,7 +64,8 @@ class PageState:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """What the directory knows of a prompt's pages. `pages[i]` covers tokens i * page_tokens on; the first
-    `num_hit_pages` are hits; `miss` tells of what comes first after them, None where all tokens are covered."""
+    `num_hit_pages` are hits; `miss` tells of what comes first after them, None where all tokens are covered. Without
+    `has_storage` no store is attached that could have held more."""
 
     num_tokens: int
     page_tokens: int
@@ -72,6 +73,7 @@ class Explanation:
     num_hit_pages: int
     remainder_tokens: int
     miss: Miss | None
+    has_storage: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -91,6 +93,8 @@ class Explanation:
             lines.append(self.miss.text)
         if self.remainder_tokens and (self.miss is None or self.miss.kind is not MissKind.REMAINDER):
             lines.append(f"{_remainder(self.remainder_tokens, self.page_tokens)}")
+        if self.miss is not None and not self.has_storage:
+            lines.append("There is no store attached: only device and host memory are looked at.")
         return "\n".join(lines)
 
 

@@ -34,6 +34,7 @@ class _Flight:
     deserted: bool = False  # those who wanted the pages have gone on without them
     kept: bool = False
     chain: Sequence[bytes] = ()  # of a LOOKUP: the whole chain, whose tail was asked for
+    stale: bool = False  # storage was given up since: what it did there counts for nothing
 
 
 @dataclass(slots=True)
@@ -165,6 +166,12 @@ class Flights:
         self._outbox.append(job)
         return job
 
+    def forget_storage(self) -> None:
+        """Book nothing of what jobs under way find or write in storage. Their pages and pins are settled as ever."""
+        self._filling[Tier.STORAGE].clear()
+        for flight in self._flights.values():
+            flight.stale = True
+
     def settle(self, finished: Finished) -> list[Entry]:
         """Publish and fail what is finished of a job, give its pins back; returns the pages that reached the host."""
         job = finished.job
@@ -179,7 +186,8 @@ class Flights:
         counters.seconds += finished.seconds
         if job.kind is JobKind.LOOKUP:
             self.num_asked -= 1
-            self._book_lookup(flight, job, finished.failed_pages)
+            if not flight.stale:
+                self._book_lookup(flight, job, finished.failed_pages)
             return []
         fills = self._tier_filled.get(job.kind)
         entries = flight.entries if finished.pages is None else [flight.entries[i] for i in pages]
@@ -187,18 +195,17 @@ class Flights:
         if finished.failed_pages:
             good = [flight.entries[i] for i in pages if i not in finished.failed_pages]
             bad = [flight.entries[i] for i in pages if i in finished.failed_pages]
-        if fills is not None:
+        if fills is Tier.STORAGE:
+            self._book_persist(finished, flight, good, bad)
+        elif fills is not None:
             filling = self._filling[fills]
             for entry in entries:
                 del filling[entry]
-        if fills is Tier.STORAGE:
-            self._directory.set_stored(flight.space, [entry.key for entry in good], True)
-        elif fills is not None:
             good = self._publish(flight, good, fills)
             if job.kind is JobKind.PREFETCH:
                 self.prefetches.arrive(good, late=flight.deserted)
-        if bad and fills is not None:
-            self._fail(finished, flight.space, bad, fills)
+            if bad:
+                self._fail(finished, flight, bad, fills)
         reads = self._tier_read.get(job.kind)
         if reads is not None:
             self._directory.unpin(entries, reads)
@@ -227,6 +234,16 @@ class Flights:
         self._directory.unpin(cleared, tier)
         return published
 
+    def _book_persist(self, finished: Finished, flight: _Flight, good: list[Entry], bad: list[Entry]) -> None:
+        if flight.stale:
+            return
+        filling = self._filling[Tier.STORAGE]
+        for entry in (*good, *bad):
+            del filling[entry]
+        self._directory.set_stored(flight.space, [entry.key for entry in good], True)
+        if bad:
+            self._directory.note_unstored(flight.space, [entry.key for entry in bad], _why(finished))
+
     def _follow(self, kind: JobKind, entries: list[Entry]) -> None:
         """Tell the books of prefetches what a new job does."""
         if kind is JobKind.LOAD:
@@ -236,22 +253,24 @@ class Flights:
             if kind is JobKind.PREFETCH:
                 self.prefetches.ask(entries)
 
-    def _fail(self, finished: Finished, space: Space, entries: list[Entry], tier: Tier) -> None:
+    def _fail(self, finished: Finished, flight: _Flight, entries: list[Entry], tier: Tier) -> None:
         """Give pages up. Those that storage could not give are not hinted there any more; of a cancelled prefetch that
         is not known."""
-        reason = f"{finished.job.kind}: {finished.error or 'no reason given'}"
-        keys = [entry.key for entry in entries]
-        if tier is Tier.STORAGE:
-            self._directory.note_unstored(space, keys, reason)
-            return
+        keys, reason = [entry.key for entry in entries], _why(finished)
         self._directory.fail(entries, tier, reason)
+        if finished.job.kind is not JobKind.PREFETCH:
+            return
         if finished.cancelled:
             self.prefetches.cancel(len(entries))
-        elif finished.job.kind is JobKind.PREFETCH:
-            self._directory.set_stored(space, keys, False, reason)
+        elif not flight.stale:
+            self._directory.set_stored(flight.space, keys, False, reason)
 
     def _book_lookup(self, flight: _Flight, job: Job, missing: frozenset[int]) -> None:
         found = min(missing, default=job.num_pages)
         first = len(flight.chain) - job.num_pages
         if found and self._directory.owns(flight.space):
             self._directory.set_stored(flight.space, flight.chain[: first + found], True, start=first)
+
+
+def _why(finished: Finished) -> str:
+    return f"{finished.job.kind}: {finished.error or 'no reason given'}"

@@ -10,7 +10,7 @@ for an extra. The salt is part of the first page, hence of every page. Model, we
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -64,9 +64,8 @@ def chain_root(page_tokens: int, salt: bytes = b"") -> bytes:
 def pack_tokens(tokens: Tokens, *, vocab_size: int | None = None) -> NDArray[np.uint32]:
     """Return token ids as little-endian uint32, possibly sharing the memory of `tokens`. Raises TokenError."""
     packed = _from_ids(tokens) if getattr(tokens, "__array__", None) is None else _from_array(tokens)
-    if vocab_size is not None and packed.size and int(packed.max()) >= vocab_size:
-        index = int(np.argmax(packed >= vocab_size))
-        raise _token_error(index, int(packed[index]), f"an id below the vocabulary's {vocab_size}")
+    if vocab_size is not None:
+        _check_vocabulary(packed, vocab_size)
     return packed
 
 
@@ -117,9 +116,7 @@ class TokenChain:
 
 def _num_equal(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> int:
     """Return how many leading tokens are the same in two arrays of one length."""
-    step = _CHUNK_BYTES // _TOKEN_BYTES
-    for first in range(0, len(a), step):
-        ours, theirs = a[first : first + step], b[first : first + step]
+    for (first, ours), (_, theirs) in zip(_pieces(a), _pieces(b), strict=True):
         if ours.tobytes() != theirs.tobytes():
             return first + int(np.argmax(ours != theirs))
     return len(a)
@@ -160,8 +157,8 @@ def _from_ids(tokens: Tokens) -> NDArray[np.uint32]:
     except (TypeError, OverflowError, ValueError) as error:
         raise _first_fault(tokens, error) from None
     # True and False pass for 1 and 0 above; only ids that small can be one.
-    for first in range(0, len(packed), _MOST_ELEMENTS):
-        small = packed[first : first + _MOST_ELEMENTS] < 2
+    for first, piece in _pieces(packed):
+        small = piece < 2
         if b"\1" not in small.tobytes():
             continue
         for index in (first + np.flatnonzero(small)).tolist():
@@ -181,10 +178,27 @@ def _from_array(tokens: Tokens) -> NDArray[np.uint32]:
         raise TokenError(
             "token ids are not a one-dimensional integer array", got=f"shape {ids.shape}, dtype {ids.dtype}"
         )
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < _NUM_IDS:
-        index = int(np.argmax((ids < 0) | (ids >= _NUM_IDS)))
-        raise _token_error(index, int(ids[index]), "an id from 0 to 2^32 - 1")
-    return ids.astype("<u4", copy=False)
+    if ids.dtype == np.dtype("<u4"):
+        return ids
+    packed = np.empty(len(ids), dtype="<u4")
+    for first, piece in _pieces(ids):
+        if not 0 <= int(piece.min()) <= int(piece.max()) < _NUM_IDS:
+            index = first + int(np.argmax((piece < 0) | (piece >= _NUM_IDS)))
+            raise _token_error(index, int(ids[index]), "an id from 0 to 2^32 - 1")
+        packed[first : first + len(piece)] = piece
+    return packed
+
+
+def _pieces(ids: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+    for first in range(0, len(ids), _MOST_ELEMENTS):
+        yield first, ids[first : first + _MOST_ELEMENTS]
+
+
+def _check_vocabulary(packed: NDArray[np.uint32], vocab_size: int) -> None:
+    for first, piece in _pieces(packed):
+        if int(piece.max()) >= vocab_size:
+            index = first + int(np.argmax(piece >= vocab_size))
+            raise _token_error(index, int(packed[index]), f"an id below the vocabulary's {vocab_size}")
 
 
 def _first_fault(tokens: Iterable[object], error: Exception) -> TokenError:

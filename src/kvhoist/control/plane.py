@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvhoist.control.directory import Directory, Space
 from kvhoist.control.entry import Entry
@@ -12,11 +13,11 @@ from kvhoist.control.jobs import Finished, JobTracker
 from kvhoist.control.lookups import Lookups
 from kvhoist.control.namespace import Namespace
 from kvhoist.control.offers import Offer, Offers
-from kvhoist.control.paths import branches, path, runs
+from kvhoist.control.paths import runs
 from kvhoist.control.pins import Pins
-from kvhoist.control.policy import WritePolicy, WriteWhen
+from kvhoist.control.policy import WritePolicy
 from kvhoist.control.prefetches import PrefetchStats
-from kvhoist.control.staging import Staging
+from kvhoist.control.staging import Staging, check_staging
 from kvhoist.control.tiers import READY, Tier
 from kvhoist.errors import PageIdError
 from kvhoist.geometry import CacheGroup
@@ -53,10 +54,12 @@ class ControlPlane:
         self.has_storage = has_storage
         self.persists = has_storage and persists
         self.tracker = JobTracker(num_ranks)
+        self._host_retain = host_retain
         self._staging = Staging(directory) if host_retain == 0 else None
         self.flights = Flights(directory, self.tracker, device_owned=device_owned, staging=self._staging)
         self._offers = Offers(directory, policy, group.blocks_per_page)
         self.lookups = Lookups(self.flights, clock, lookup_ttl_s)
+        self._catches_up = False
 
     def space(self, namespace: Namespace, group_index: int = 0) -> Space:
         return self.directory.space(namespace, group_index)
@@ -138,6 +141,8 @@ class ControlPlane:
             if len(entries) < stop - start or not all(entry.flags & host for entry in entries):
                 entries = [self._ready_host(space, key) for key in keys[start:stop]]
             self.directory.touch(path)
+            if self._catches_up:
+                self.persist(path)
             return self.flights.send(JobKind.LOAD, space, entries, device_blocks)
         for key in keys[start:stop]:
             self._ready_host(space, key)
@@ -145,10 +150,12 @@ class ControlPlane:
         return self.flights.send(JobKind.LOAD, space, entries, self._owned_blocks(entries))
 
     def prefetch(self, space: Space, keys: Sequence[bytes], start: int, stop: int, *, for_whom: str = "") -> Job | None:
-        """Read those of keys[start:stop] that the host tier lacks from storage; None where none is lacking or fits."""
-        return self.flights.send(
-            JobKind.PREFETCH, space, self.directory.reserve(space, keys, start, stop, Tier.HOST, for_whom=for_whom), ()
-        )
+        """Read those of keys[start:stop] that the host tier lacks from storage; None where none is lacking or fits, or
+        storage was detached."""
+        if not self.has_storage:
+            return None
+        entries = self.directory.reserve(space, keys, start, stop, Tier.HOST, for_whom=for_whom)
+        return self.flights.send(JobKind.PREFETCH, space, entries, ())
 
     def persist(self, entries: Sequence[Entry]) -> Job | None:
         """Write those of `entries` that the host tier has and storage is not known to hold; None for nothing."""
@@ -162,27 +169,6 @@ class ControlPlane:
             and self.directory.find(entry.space, entry.key) is entry
         ]
         return self.flights.send(JobKind.PERSIST, lacking[0].space, lacking, ()) if lacking else None
-
-    def offload_victims(self, num_pages: int, *, unless_stored: bool = False) -> list[Job]:
-        """Offload those of an owned device's next `num_pages` victims that the host tier lacks (write_back); with
-        `unless_stored` only those that storage lacks too."""
-        victims = self.directory.victims(Tier.DEVICE, num_pages) if num_pages > 0 else []
-        jobs = []
-        skipped = Tier.STORAGE if unless_stored else Tier.HOST
-        lacking = [e for e in victims if e.page(Tier.HOST) is None and not e.is_ready(skipped)]
-        for branch in branches(lacking):
-            keys = path(branch[0])
-            job = self.offload(branch[0].space, keys, len(keys) - len(branch), len(keys), for_whom="write_back")
-            jobs += [job] if job else []
-        return jobs
-
-    def num_unsafe(self) -> int:
-        """Count the pages that write_back still holds back on an owned device, where storage could take them."""
-        if self.policy.when is not WriteWhen.WRITE_BACK or not self.persists:
-            return 0
-        num_pages = self.directory.stats().tiers["device"].ready_pages
-        victims = self.directory.victims(Tier.DEVICE, num_pages)
-        return sum(e.page(Tier.HOST) is None and not e.is_ready(Tier.STORAGE) for e in victims)
 
     def lookup(self, space: Space, keys: Sequence[bytes], first: int) -> Job | None:
         """Ask storage for keys[first:], unless that was asked less than `lookup_ttl_s` ago or was not answered yet."""
@@ -234,8 +220,22 @@ class ControlPlane:
         self.lookups.forget()
         return self.directory.clear(space)
 
+    def attach_storage(self, *, persists: bool) -> None:
+        """Use storage, of which nothing is known yet. With `persists`, what the host tier holds is written there as it
+        is hit. Not before `directory.drop_hints` has left none of another storage. Raises ConfigError where the host
+        tier is staging only and the storage is not written; nothing has changed then."""
+        check_staging(self._host_retain, persists=persists)
+        self.has_storage, self.persists, self._catches_up = True, persists, persists
+
+    def detach_storage(self) -> None:
+        """Use storage no more; jobs under way tell nothing of it. Its hints go by `directory.drop_hints`."""
+        self.has_storage = self.persists = self._catches_up = False
+        self.lookups.forget()
+        self.flights.forget_storage()
+
     def explain(self, space: Space, keys: Sequence[bytes], num_tokens: int) -> Explanation:
-        return self.directory.explain(space, keys, num_tokens, self.group.page_tokens)
+        explanation = self.directory.explain(space, keys, num_tokens, self.group.page_tokens)
+        return explanation if self.has_storage else replace(explanation, has_storage=False)
 
     def prefetch_stats(self, most_looks: int = 4096) -> PrefetchStats:
         """Return what prefetches were good for; see `Prefetches.stats`."""

@@ -8,6 +8,7 @@ from kvhoist.control.directory import Directory
 from kvhoist.control.entry import Entry
 from kvhoist.control.eviction.base import Peeler
 from kvhoist.control.tiers import READY, Tier
+from kvhoist.errors import ConfigError
 
 _REASON = "storage has it, and the host tier keeps nothing (host_retain=0)"
 
@@ -30,3 +31,12 @@ class Staging:
                 leaf = peeler.take(leaf)
         if gone:
             self._directory.forget(gone[::-1], Tier.HOST, _REASON)
+
+
+def check_staging(host_retain: int | None, *, persists: bool) -> None:
+    """Raise ConfigError where the host tier is to keep nothing, and no storage takes the pages."""
+    if host_retain == 0 and not persists:
+        raise ConfigError(
+            "with host_retain=0 pages are kept in storage only, and there is none that is written",
+            remedy="Give it a store that is not read-only, or leave host_retain out.",
+        )

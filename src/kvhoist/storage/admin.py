@@ -172,7 +172,7 @@ def _check(store: FileStore, sealer: Sealer, batch: list[tuple[StorageKey, int]]
         if fault is not None:
             bad.append((key, fault))
     store.quarantine([key for key, _ in bad])
-    faulty = dict(bad)
+    faulty = {key for key, _ in bad}
     behind = [(key, length) for key, length in batch if key in faulty and store.exists([key])[0]]
     return bad + (_check(store, sealer, behind) if behind else [])
 

@@ -16,7 +16,8 @@ HANG_S = 10.0
 FENCED = "store fenced off"
 
 _MAX_FAILURES = 3
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 15.0
+"""A store that is back is not left alone for long: the first call may fail for the outage's sake, a second does not."""
 
 
 @dataclass(slots=True)
@@ -32,7 +33,8 @@ class _Fuse:
 
 class Breaker:
     """The fuses of one store, one for each kind of call: it may answer look-ups and fail all reads. Calls of a kind
-    that is fenced are refused; after a pause, doubled each time, one is let through, and its success ends the fence.
+    that is fenced are refused; after a pause, doubled each time, one is let through, and its success ends the fence and
+    the pauses of the other kinds.
     While a call hangs, for more than `hang_s` seconds, all calls are refused. What happens is logged once. Thread-safe.
     """
 
@@ -94,6 +96,8 @@ class Breaker:
                 fuse.failures = 0
                 if was_trial:
                     self._fuses[kind] = _Fuse()
+                    for other in self._fuses.values():
+                        other.try_at = self._clock()
                     _log.warning("store %s answers again (%s)", self._name, kind)
                 return
             fuse.failures += 1

@@ -3,7 +3,6 @@ those of installed packages (entry points of the group `kvhoist.stores`)."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from os import PathLike
@@ -168,19 +167,3 @@ def _flag(name: str, value: str) -> bool:
     if value.lower() not in _FLAGS:
         raise ConfigError(f"{name} is not a yes or no", got=repr(value), choices=_FLAGS)
     return _FLAGS[value.lower()]
-
-
-def close_store(store: Store, failed: Callable[[], object], *, wait: bool) -> None:
-    """Close `store` in a thread of its own, which is left alone without `wait`: a store some of whose calls hang would
-    wait for them. `failed` is called in the handler of what it raises."""
-
-    def close() -> None:
-        try:
-            store.close()
-        except Exception:
-            failed()
-
-    closing = threading.Thread(target=close, name="kvhoist-store-close", daemon=True)
-    closing.start()
-    if wait:
-        closing.join()

@@ -173,7 +173,7 @@ def test_ranks_that_hold_the_same_and_ranks_that_do_not(
     prompt = prompt_of("a", 41)
     engine.ask(prompt, 1)
     settle(engine)
-    stored = [part._store.stats().put_pages for part in parts_of(engine)]
+    stored = [part.stores.current.store.stats().put_pages for part in parts_of(engine)]
     assert stored == ([5, 0] if engine_options["layout"] == "MLA" else [5, 5])
     assert engine.reset()
     assert engine.ask(prompt, 1).num_external == 40

@@ -24,7 +24,7 @@ RANKS: list[dict[str, int]] = [{}, {"tp": 2}, *([{"tp": 2, "pp": 2}] if HAS_LAYO
 
 def stored(engine: SimEngine) -> list[int]:
     """Pages that each rank has stored."""
-    return [part._store.stats().put_pages for part in parts_of(engine)]
+    return [part.stores.current.store.stats().put_pages for part in parts_of(engine)]
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -161,7 +161,7 @@ def test_a_page_that_one_rank_lacks_is_a_miss_of_that_page_on_all(sim: Sim, tmp_
     engine.ask(PROMPT, 1)
     settle(engine)
     third = chain_of(engine, PROMPT)[2]
-    store = parts_of(engine)[1]._store
+    store = parts_of(engine)[1].stores.current.store
     [removed] = [key for key, _ in store.records() if key.shard.rank == 1 and key.page.chain_hash == third]
     assert store.remove([removed]) == 1
     end(engine)

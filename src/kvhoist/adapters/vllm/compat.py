@@ -13,11 +13,14 @@
 | new blocks are zeroed | for Mamba | for Mamba and KV of several precisions; by the second runner, before the hooks |
 | sources of hits | none | `CacheHitSource` |
 | blocks for requests that load | none are kept: `room.py` | reserved |
+| steps without requests | none | where `has_pending_push_work` says so |
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +29,7 @@ from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequestType, core
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -138,6 +142,19 @@ def hit_sources(tokens: Mapping[Tier, int]) -> Any:
     """Return the tokens of a hit by vLLM's names of tiers."""
     names = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
     return {names[tier]: number for tier, number in tokens.items()}
+
+
+def engine_waker() -> Callable[[], object] | None:
+    """Return what lets the engine's loop look for work, from any thread; None where no loop of its own sleeps (an
+    engine in the caller's process steps when it is called). To be called while the engine is built: its loop's queue
+    is found on the stack, for a connector is told of neither."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        queue = getattr(frame.f_locals.get("self"), "input_queue", None)
+        if frame.f_globals.get("__name__") == core.__name__ and queue is not None:
+            return partial(queue.put_nowait, (EngineCoreRequestType.WAKEUP, None))
+    return None
 
 
 def current_stream_handle() -> int:

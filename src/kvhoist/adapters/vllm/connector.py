@@ -22,8 +22,10 @@ from kvhoist.adapters.vllm.metrics import CacheMetrics, CachePromMetrics
 from kvhoist.adapters.vllm.options import ConnectorOptions
 from kvhoist.adapters.vllm.room import Room
 from kvhoist.adapters.vllm.scheduler import SchedulerSide
+from kvhoist.adapters.vllm.served import ServedEngine
 from kvhoist.adapters.vllm.worker import WorkerSide
 from kvhoist.errors import UnsupportedGeometryError
+from kvhoist.runtime import RuntimeServer
 from kvhoist.settings import Settings
 
 _log = logging.getLogger("vllm.kvhoist")
@@ -42,6 +44,7 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._room: Room | None = None
+        self._server: RuntimeServer | None = None
         self._block_pool: Any = None
         self._worker: WorkerSide | None = None
         self._report: WorkerReport | None = None
@@ -99,6 +102,8 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         self._close_worker()
+        if self._server is not None:
+            self._server.close()
         if self._scheduler is not None:
             self._scheduler.close()
         self._scheduler = None
@@ -171,6 +176,10 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
             if untrusted and self._block_pool is not None:
                 self._block_pool.evict_blocks(untrusted)
 
+    def has_pending_push_work(self) -> bool:
+        """Tell vLLM whether to take a step though no request needs one: an idle engine's store is to change."""
+        return self._scheduler is not None and self._scheduler.stores.wants_step
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
             self._scheduler.request_finished(request)
@@ -232,6 +241,9 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = self._try(
                 lambda: start.start_scheduler(self._vllm_config, self._kv_cache_config, options, reports)
             )
+            if self._scheduler is not None:
+                self._scheduler.stores.wake = compat.engine_waker() or self._scheduler.stores.wake
+                self._server = RuntimeServer.open(ServedEngine(self._scheduler))
             if not compat.KEEPS_ROOM_FOR_LOADS:
                 self._room = start.room_for_loads(self._vllm_config, self._kv_cache_config)
 

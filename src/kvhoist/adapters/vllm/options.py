@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvhoist.checks import count, seconds
-from kvhoist.config import DEFAULT_STAGING_BYTES, MAX_BLOCK_QUOTA, check_host_retain, check_staging
+from kvhoist.config import DEFAULT_STAGING_BYTES, MAX_BLOCK_QUOTA, check_host_retain
 from kvhoist.control.eviction import eviction_factory
 from kvhoist.control.policy import WritePolicy
 from kvhoist.control.prefetch_policy import PrefetchPolicy
+from kvhoist.control.staging import check_staging
 from kvhoist.errors import ConfigError, PolicyError
 from kvhoist.storage.open import is_read_only
 from kvhoist.units import parse_bytes

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvhoist.adapters.vllm.counts import SchedulerCounts
+from kvhoist.adapters.vllm.debug_log import tell
 from kvhoist.adapters.vllm.fences import Fences
 from kvhoist.adapters.vllm.loads import Loads
 from kvhoist.adapters.vllm.metadata import NO_ORDERS, ConnectorMetadata, LoadOrder, WorkerMetadata
 from kvhoist.adapters.vllm.offering import Offering, blocks_over
 from kvhoist.adapters.vllm.prefixes import Prefixes, Waits
 from kvhoist.adapters.vllm.requests import PageShape, RequestState
+from kvhoist.adapters.vllm.stores import StoreChanges
 from kvhoist.control.jobs import Finished
 from kvhoist.control.namespace import Namespace
 from kvhoist.control.offers import Offer
@@ -47,8 +49,10 @@ class SchedulerSide:
         offers: bool = True,
         sync: bool = False,
         audit_every_s: float | None = None,
+        address: str | None = None,
     ) -> None:
         self.plane = plane
+        self.stores = StoreChanges(plane, address)
         self.counts = SchedulerCounts(plane)
         self._shape = shape
         self._group_id = group_id
@@ -90,7 +94,7 @@ class SchedulerSide:
             return None, False
         state.found_blocks = found
         self.counts.look_up(self._space, state, self._shape)
-        self._tell(state, num_computed_tokens)
+        tell(self.plane, self._space, self._shape, state, num_computed_tokens)
         return len(found) * self._shape.block_tokens, bool(found) and not self._sync
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -137,17 +141,20 @@ class SchedulerSide:
                 self._fences.open(job)
         fences = self._fences.take_readers()
         told, self._tell_namespace = self._tell_namespace, False
+        store = self.stores.next_order() if self.stores.is_asked else None
         cancels = self.plane.flights.take_cancels()
-        if not jobs and not fences and not told and not cancels:
+        if not jobs and not fences and not told and not cancels and store is None:
             return NO_ORDERS
         fields = self._namespace.field_dict() if told else None
-        return ConnectorMetadata(tuple(others), tuple(loads), tuple(fences), tuple(cancels), fields)
+        return ConnectorMetadata(tuple(others), tuple(loads), tuple(fences), tuple(cancels), fields, store)
 
     def update_output(self, meta: WorkerMetadata | None) -> None:
         """Book what the workers have done."""
         if meta is None:
             return
         self.counts.add(meta.counts)
+        if meta.stores:
+            self.stores.answered(meta.stores)
         for completion in meta.completions:
             finished = self.plane.complete(completion)
             if finished is not None:
@@ -198,6 +205,7 @@ class SchedulerSide:
         for state in self._states.values():
             self._prefixes.release(state)
         self._audit()
+        self.stores.close()
         self._states.clear()
         self._offering.forget()
 
@@ -209,23 +217,6 @@ class SchedulerSide:
         except PageIdError:
             self.counts.add({"audit_failures": 1.0})
             _log.exception("kvhoist: the books of the cache do not add up")
-
-    def _tell(self, state: RequestState, num_computed_tokens: int) -> None:
-        """Log, at debug level and once a request, which tiers hold its prompt and why the rest is a miss."""
-        if state.told or not _log.isEnabledFor(logging.DEBUG):
-            return
-        state.told = True
-        request, found = state.request, len(state.found_blocks) * self._shape.block_tokens
-        asked = " Storage was asked for what is missing." if state.asked_storage else ""
-        _log.debug(
-            "kvhoist: request %s: %d of %d tokens are on the device, %d more can be loaded.%s %s",
-            request.request_id,
-            num_computed_tokens,
-            request.num_tokens,
-            found,
-            asked,
-            self.plane.explain(self._space, state.keys, request.num_tokens),
-        )
 
     def _state(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)

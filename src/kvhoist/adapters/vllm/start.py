@@ -192,6 +192,7 @@ def start_scheduler(
         offers=role.is_kv_producer,
         sync=options.layerwise and _hears_in_time(vllm_config),
         audit_every_s=30.0 if options.debug_verify else None,
+        address=options.storage,
     )
 
 

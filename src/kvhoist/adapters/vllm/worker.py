@@ -11,9 +11,11 @@ from collections.abc import Mapping
 
 from kvhoist.adapters.vllm import compat
 from kvhoist.adapters.vllm.caches import RegisteredCaches
-from kvhoist.adapters.vllm.metadata import ConnectorMetadata, LoadOrder, WorkerMetadata
+from kvhoist.adapters.vllm.metadata import ConnectorMetadata, LoadOrder, StoreAct, StoreAnswer, WorkerMetadata
 from kvhoist.adapters.vllm.options import ConnectorOptions
 from kvhoist.adapters.vllm.ranks import Place
+from kvhoist.adapters.vllm.worker_stores import WorkerStores
+from kvhoist.attached_store import AttachedStore
 from kvhoist.control.namespace import Namespace, nearest_difference
 from kvhoist.errors import KvhoistError, TransferError
 from kvhoist.memory.arena import HostArena
@@ -22,9 +24,6 @@ from kvhoist.messages import LEFT_OUT, Completion, Job, JobKind
 from kvhoist.mover import Mover
 from kvhoist.platform.base import Event, Stream
 from kvhoist.platform.open import open_platform
-from kvhoist.storage.base import register_memory
-from kvhoist.storage.io import StorageIO
-from kvhoist.storage.open import close_store, open_storage_io, open_store
 from kvhoist.transfer import Transfer
 
 _log = logging.getLogger("vllm.kvhoist")
@@ -33,7 +32,7 @@ _log = logging.getLogger("vllm.kvhoist")
 class WorkerSide:
     """The data plane of one rank. Called from the thread that runs the model; the copies run in the mover's threads.
 
-    Owns the host arena, the mover, the storage I/O and the store. `close` gives them back.
+    Owns the host arena, the mover and the stores. `close` gives them back.
     """
 
     def __init__(self, caches: RegisteredCaches, options: ConnectorOptions, place: Place, host_bytes: int) -> None:
@@ -51,6 +50,8 @@ class WorkerSide:
         self._waited: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._unreported: list[Completion] = []
+        self._store_answers: tuple[StoreAnswer, ...] = ()
+        self._fields: Mapping[str, str] = {}
         self._num_mismatches = 0
         self._closing = False
         with contextlib.ExitStack() as undo:
@@ -61,29 +62,26 @@ class WorkerSide:
                 allocate=self._platform.allocate_host,
             )
             undo.callback(self.arena.close)
-            self._store = None if options.storage is None else open_store(options.storage)
-            if self._store is not None:
-                undo.callback(self._store.close)
-                register_memory(self._store, self.arena.buffer.data)
-            self._io = self._open_io()
-            if self._io is not None:
-                undo.callback(self._io.close, drain=False)
+            self.stores = WorkerStores(options, self.arena, place.rank)
+            undo.callback(self.stores.close, drain=False, timeout_s=options.drain_timeout_s)
             self._mover = Mover(
                 caches.group,
                 caches.device,
                 self.arena,
                 platform=self._platform,
                 on_complete=self._done.append,
-                io=self._io,
                 rank=place.rank,
                 shard=place.shard,
                 io_backend=options.io_backend,
                 staging_bytes=options.staging_bytes,
                 block_quota=options.block_quota,
                 debug_verify=options.debug_verify,
-                persists=place.persists and options.persists,
+                persists=place.persists,
                 early_persist=True,
             )
+            attached = self.stores.current
+            if attached is not None:
+                self._mover.attach(attached.io, early=attached.persists)
             undo.pop_all()
 
     # -- in the order of a step ----------------------------------------------------------------------------------
@@ -92,13 +90,18 @@ class WorkerSide:
         """Before anything of the step is written: start what does not depend on it, and wait for offloads that read
         blocks which the step gives away."""
         if meta.namespace is not None:
-            self._note(meta.namespace)
+            self._fields = meta.namespace
+            self._note()
         if meta.jobs:
             after = self._engine_point()
             for job in meta.jobs:
                 self._submit(job, after)
         for job_id in meta.cancels:
             self._mover.cancel(job_id)
+        if meta.store is not None:
+            self.stores.obey(meta.store, self._mover)
+            if meta.store.act is StoreAct.USE:
+                self._note()
         for job_id in meta.fences:
             transfer = self._offloads.get(job_id)
             if transfer is not None:
@@ -129,6 +132,7 @@ class WorkerSide:
     def end_step(self) -> set[str]:
         """Take note of what is done; returns the requests whose loads outside of the batch are over."""
         self._end_sync_loads()
+        self._store_answers += self.stores.take_answers()  # first: jobs of a store are answered before it is given up
         arrived = set()
         while self._done:
             completion = self._done.popleft()
@@ -156,10 +160,11 @@ class WorkerSide:
         if self._mover.num_mismatches > self._num_mismatches:
             counts["mismatched_pages"] = float(self._mover.num_mismatches - self._num_mismatches)
             self._num_mismatches = self._mover.num_mismatches
-        if not self._unreported and not counts:
+        if not self._unreported and not counts and not self._store_answers:
             return None
         completions, self._unreported = tuple(self._unreported), []
-        return WorkerMetadata(completions, counts)
+        answers, self._store_answers = self._store_answers, ()
+        return WorkerMetadata(completions, counts, answers)
 
     def close(self) -> None:
         """Let what is on its way to storage arrive, for `drain_timeout_s`, and release everything."""
@@ -167,11 +172,7 @@ class WorkerSide:
         timeout_s = self._options.drain_timeout_s
         deadline = time.monotonic() + timeout_s
         ended = self._mover.close(drain=True, timeout_s=timeout_s)
-        if self._io is not None:
-            left_s = max(0.0, deadline - time.monotonic())
-            ended = self._io.close(drain=ended, timeout_s=left_s) and ended
-        if self._store is not None:
-            close_store(self._store, lambda: _log.exception("kvhoist: the store could not be closed"), wait=ended)
+        ended = self.stores.close(drain=ended, timeout_s=max(0.0, deadline - time.monotonic())) and ended
         if ended:
             self.arena.close()
         else:
@@ -222,33 +223,20 @@ class WorkerSide:
         else:
             transfer.wait_read(stream)
 
-    def _open_io(self) -> StorageIO | None:
-        if self._store is None:
-            return None
-        options = self._options
-        return open_storage_io(
-            self._store,
-            self.arena.num_pages,
-            num_threads=options.io_threads,
-            max_queued_pages=options.max_queued_pages,
-        )
-
-    def _note(self, fields: Mapping[str, str]) -> None:
+    def _note(self) -> None:
         """Let one rank note in the store what the namespace stands for, and say where the store has only others."""
-        if self._io is None or self._rank != 0:
+        attached = self.stores.current
+        if attached is None or self._rank != 0:
             return
-        threading.Thread(
-            target=self._tell_namespace, args=(dict(fields),), name="kvhoist-namespace", daemon=True
-        ).start()
+        arguments = dict(self._fields), attached
+        threading.Thread(target=self._tell_namespace, args=arguments, name="kvhoist-namespace", daemon=True).start()
 
-    def _tell_namespace(self, fields: Mapping[str, str]) -> None:
-        assert self._io is not None
-        assert self._store is not None
+    def _tell_namespace(self, fields: Mapping[str, str], attached: AttachedStore) -> None:
         try:
-            known = self._store.namespaces()
-            self._io.note_namespace(Namespace.from_fields(fields).digest, fields)
+            known = attached.store.namespaces()
+            attached.io.note_namespace(Namespace.from_fields(fields).digest, fields)
         except Exception:
-            if self._closing:
+            if self._closing or attached is not self.stores.current:
                 return
             _log.warning("kvhoist: the store cannot say which namespaces it holds", exc_info=True)
             return

@@ -25,6 +25,10 @@ ALIGNMENT = 4096
 """The unit of O_DIRECT: of addresses, lengths and offsets."""
 
 DIRECT_MODES = ("auto", "on", "off")
+DIRECT_FROM_BYTES = 128 << 10
+"""Of what pitch on `auto` goes past the page cache: smaller pages are written 1.5 to 2.5 times as fast through it, and
+most of them read faster (docs/results/2026-11-30-storage-direct.json)."""
+
 _BOUNCE_BYTES = 1 << 20
 _NUM_BOUNCES = 4
 # EFAULT: memory that a driver mapped, which the disk cannot reach but the processor can.
@@ -65,15 +69,16 @@ class Direct:
                 remedy="Give a folder on a local disk, or set direct=auto to go through the page cache.",
             )
         self.active = mode != "off" and refusal is None
+        self._from_bytes = 0 if mode == "on" else DIRECT_FROM_BYTES
         if refusal is not None:
             _log.warning("%s goes through the page cache: no O_DIRECT here (%s)", folder, refusal.strerror)
         self._bounces: queue.LifoQueue[mmap.mmap | None] = queue.LifoQueue()
         for _ in range(_NUM_BOUNCES):
             self._bounces.put(None)
 
-    def open(self, fd: int, *, writable: bool) -> int | None:
-        """Open the file of `fd` once more, for blobs; None where they go through the page cache."""
-        if not self.active:
+    def open(self, fd: int, pitch_bytes: int, *, writable: bool) -> int | None:
+        """Open the file of `fd` once more, for blobs of that pitch; None where they go through the page cache."""
+        if not self.active or pitch_bytes < self._from_bytes:
             return None
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC
         try:

@@ -28,13 +28,14 @@ _HARMLESS = {"lost+found"}
 _UNFINISHED = ".kvhoist-"
 _MAX_JSON_BYTES = 1 << 20
 _SEGMENT_ID = re.compile("[0-9a-f]{32}")
-_FILE_MODE, _FOLDER_MODE = 0o600, 0o700
+_FOLDER_MODE = 0o700
 
 
 class Folder:
     """A folder that is, or just became, a store of FORMAT_VERSION. `store_id`: 16 random bytes, made with it.
 
-    What is made in it is its user's alone, and its group's as far as the folder is (`file_mode`, less the umask).
+    What is made in it is its user's alone, or its group's too where the group can write to it (`file_mode`, less the
+    umask).
     """
 
     def __init__(self, path: Path, store_id: bytes) -> None:
@@ -42,9 +43,7 @@ class Folder:
         self.store_id = store_id
         self.segments = path / "segments"
         self._namespaces = path / "namespaces"
-        shared = path.stat().st_mode & 0o070
-        self.file_mode = _FILE_MODE | shared & 0o060
-        self._folder_mode = _FOLDER_MODE | shared
+        self.file_mode, self._folder_mode = _modes_in(path)
 
     @classmethod
     def open(cls, path: Path, *, read_only: bool) -> Folder:
@@ -115,6 +114,11 @@ class Folder:
             probe.unlink(missing_ok=True)
 
 
+def _modes_in(path: Path) -> tuple[int, int]:
+    """Return the modes of files and of folders that are made in a store's folder."""
+    return (0o660, 0o770) if path.stat().st_mode & stat.S_IWGRP else (0o600, _FOLDER_MODE)
+
+
 def _is_segment_name(name: str, suffix: str) -> bool:
     return name.endswith(suffix) and _SEGMENT_ID.fullmatch(name.removesuffix(suffix)) is not None
 
@@ -161,7 +165,7 @@ def _publish_format_file(path: Path) -> None:
     target = path / FORMAT_FILE
     if target.exists():
         return
-    mode = _FILE_MODE | path.stat().st_mode & 0o060
+    mode, _ = _modes_in(path)
     unfinished = path / f"{_UNFINISHED}{secrets.token_hex(8)}"
     content = {"format": _FORMAT_NAME, "version": FORMAT_VERSION, "store_id": secrets.token_hex(16)}
     try:

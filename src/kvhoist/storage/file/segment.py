@@ -30,7 +30,7 @@ SEGMENT_VERSION = 1
 SUFFIX = ".seg"
 UNFINISHED_SUFFIX = ".tmp"
 MAX_SLOTS = 1 << 20
-MAX_PITCH_BYTES = 1 << 40
+MAX_PITCH_BYTES = 1 << 32  # so that no header makes anybody take more memory to check its page
 
 _MAGIC = b"KVHOISTS"
 _SUPERBLOCK = struct.Struct("<8sII16s16sQQQQQ")
@@ -61,7 +61,7 @@ def file_bytes_of(pitch_bytes: int, num_slots: int) -> int:
 
 def slots_that_fit(num_bytes: int, pitch_bytes: int) -> int:
     """Return how many slots of that pitch a segment file of at most `num_bytes` holds; 0 for none."""
-    num_slots = max(0, num_bytes - _TABLE_AT) // (pitch_bytes + HEADER_BYTES)
+    num_slots = max(0, num_bytes - _TABLE_AT) // (pitch_bytes + HEADER_BYTES) if pitch_bytes <= MAX_PITCH_BYTES else 0
     while num_slots and file_bytes_of(pitch_bytes, num_slots) > num_bytes:
         num_slots -= 1
     return min(num_slots, MAX_SLOTS)
@@ -85,7 +85,7 @@ class Segment:
         self.file_bytes = file_bytes_of(pitch_bytes, num_slots)
         self._blobs_at = self.file_bytes - num_slots * pitch_bytes
         self._direct = direct
-        self._direct_fd = direct.open(fd, writable=writable)
+        self._direct_fd = direct.open(fd, pitch_bytes, writable=writable)
         self._own: OwnTable | None = None
 
     @classmethod

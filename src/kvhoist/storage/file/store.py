@@ -33,8 +33,8 @@ class FileStore:
     reached, the least recently used pages of this process's own segments go. A page once confirmed survives the death
     of the process. With `fsync="batch"` it survives a power cut too, at the price of an fdatasync a batch and segment;
     with `"interval:SECONDS"` after so long and the fdatasync; with `"never"` when the kernel gets to it. Whatever does
-    not is a miss, never wrong bytes. `direct`: `on` refuses a file system without O_DIRECT, `auto` does without it, as
-    `off` does everywhere: pages go through the page cache then. `read_only` writes nothing, not
+    not is a miss, never wrong bytes. `direct`: `on` refuses a disk without O_DIRECT, `auto` does without it there, and
+    for pages below 128 KiB, `off` everywhere: pages go through the page cache then. `read_only` writes nothing, not
     even locks: puts and removals raise StoreUnavailableError, `note_namespace` does nothing. When a key is not found,
     other processes' segments are looked at, at most every `refresh_s`. `orphan_grace_s`: see Neighbours.
 
@@ -105,7 +105,7 @@ class FileStore:
 
     @property
     def is_direct(self) -> bool:
-        """Whether pages go past the page cache, as far as is known."""
+        """Whether pages, with `auto` those of 128 KiB and more, go past the page cache, as far as is known."""
         return self._reach.active
 
     @property
