@@ -68,9 +68,9 @@ def demo_vllm(
 def _run(model: Path | None, dtype: str, folder: Path, host_bytes: int, new_tokens: int) -> VllmDemoResult:
     with progress_bar() as bar:
         task = bar.add_task("starting", total=None)
+        from kvhoist.demo.child import ServerFailedError
         from kvhoist.demo.fast_dtype import fast_dtype
         from kvhoist.demo.signals import ended_by_signals
-        from kvhoist.demo.vllm_server import ServerFailedError
         from kvhoist.demo.vllm_session import VllmDemoOptions, VllmSession
 
         cache_dir = Settings.from_env().cache_dir

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvhoist.demo.child import stop_all
 from kvhoist.demo.conversations import AFTER_RESTART, Conversation, conversations
 from kvhoist.demo.page_cache import drop_page_cache
 from kvhoist.demo.vllm_chat import Reply, ask, connect
@@ -169,26 +170,21 @@ class VllmSession:
     def play(self) -> VllmDemoResult:
         """Hold the whole chat. Raises ServerFailedError for a server that does not come up."""
         started_at = time.perf_counter()
-        with ExitStack() as plain_stack:
-            with ExitStack() as stack:
-                self._on_step("starting two vLLM servers, with kvhoist and without")
-                plain_server = VllmServer(self._options.without())
-                server = VllmServer(self._options.with_kvhoist())
-                plain_stack.callback(plain_server.stop)
-                stack.callback(server.stop)
-                plain_server.start()
-                server.start()
-                cached, plain = self._ready(server, "kvhoist"), self._ready(plain_server, "plain")
-                for _ in range(NUM_TURNS - 1):
-                    self._turn(cached, plain)
-                    self._ask_others(cached)
+        servers: list[VllmServer] = []
+        with ExitStack() as stack:
+            stack.callback(stop_all, servers)
+            self._on_step("starting two vLLM servers, with kvhoist and without")
+            plain_server = _started(self._options.without(), servers)
+            server = _started(self._options.with_kvhoist(), servers)
+            cached, plain = self._ready(server, "kvhoist"), self._ready(plain_server, "plain")
+            for _ in range(NUM_TURNS - 1):
+                self._turn(cached, plain)
+                self._ask_others(cached)
+            server.stop()
             self._on_step("starting the server with kvhoist again, the page cache dropped")
             drop_page_cache(self._options.folder)
-            with ExitStack() as stack:
-                server = VllmServer(self._options.with_kvhoist())
-                stack.callback(server.stop)
-                server.start()
-                self._turn(self._ready(server, "kvhoist again"), plain, after_restart=True)
+            server = _started(self._options.with_kvhoist(), servers)
+            self._turn(self._ready(server, "kvhoist again"), plain, after_restart=True)
         return VllmDemoResult(
             self._options, tuple(self._turns), time.perf_counter() - started_at, dict(self._ready_seconds)
         )
@@ -234,6 +230,13 @@ class VllmSession:
         for other in self._others:
             self._on_step(f"{other.name} asks")
             other.answer(cached.ask(other.ask(), max_tokens=_OTHER_ANSWER_TOKENS).text)
+
+
+def _started(options: ServerOptions, servers: list[VllmServer]) -> VllmServer:
+    """Start a server, noted in `servers` first, so that whoever stops those stops it."""
+    servers.append(VllmServer(options))
+    servers[-1].start()
+    return servers[-1]
 
 
 def _difference(reply: Reply, kept: Reply) -> str | None:

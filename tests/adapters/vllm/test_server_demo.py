@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from vllm_servers import gone, wait_until, write_tiny_chat_model
 
 from kvhoist.cli import app
+from kvhoist.demo.child import ServerFailedError
 from kvhoist.demo.conversations import conversations
 from kvhoist.demo.vllm_chat import Reply
-from kvhoist.demo.vllm_server import ServerFailedError, ServerOptions, VllmServer
+from kvhoist.demo.vllm_server import ServerOptions, VllmServer
 from kvhoist.demo.vllm_session import NUM_TURNS, chat_and_others
 
 
