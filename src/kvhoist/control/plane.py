@@ -185,9 +185,10 @@ class ControlPlane:
         victims = self.directory.victims(Tier.DEVICE, num_pages)
         return sum(e.page(Tier.HOST) is None and not e.is_ready(Tier.STORAGE) for e in victims)
 
-    def lookup(self, space: Space, keys: Sequence[bytes], first: int) -> Job | None:
-        """Ask storage for keys[first:], unless that was asked less than `lookup_ttl_s` ago or was not answered yet."""
-        return self.lookups.ask(space, keys, first) if self.has_storage else None
+    def lookup(self, space: Space, keys: Sequence[bytes], first: int, *, again: bool = False) -> Job | None:
+        """Ask storage for keys[first:], unless that was asked less than `lookup_ttl_s` ago (`again`: all the same) or
+        was not answered yet."""
+        return self.lookups.ask(space, keys, first, again=again) if self.has_storage else None
 
     def commit(
         self,

@@ -50,9 +50,13 @@ class RequestState:
     namespace in use, so that pages may be offered at all. `found_blocks` is the range of blocks that the
     last look-up promised, `missed` why and how many tokens it did not find. A request that `load_job` brings a prefix
     for does not run.
+
+    Another engine is bringing its first `announced_tokens` tokens to storage, which was asked for the pages from
+    `asked_page` on, and may be asked again from `asks_at` to `patient_until`.
     """
 
     request: Any
+    announced_tokens: int = 0
     keys: list[bytes] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     next_page: int = 0
@@ -64,6 +68,9 @@ class RequestState:
     waits_for: int | None = None
     deadline: float | None = None
     asked_storage: bool = False
+    asked_page: int = 0
+    asks_at: float = 0.0
+    patient_until: float = 0.0
     late: bool = False
     prefetched: range = range(0)
     missed: tuple[str, int] | None = None
@@ -92,6 +99,7 @@ class RequestState:
         self.running = True
         self.load_job = None
         self.asked_storage, self.late, self.prefetched = False, False, range(0)
+        self.announced_tokens = 0
 
     def stop(self) -> None:
         """Own no blocks that may be read."""
