@@ -53,12 +53,12 @@ class ServerOptions:
         ]
 
 
-def kvhoist_connector(**settings: Any) -> dict[str, Any]:
+def kvhoist_connector(*, role: str = "kv_both", **settings: Any) -> dict[str, Any]:
     """Return the kv-transfer-config that turns kvhoist on with these settings."""
     return {
         "kv_connector": "KvhoistConnector",
         "kv_connector_module_path": "kvhoist.adapters.vllm",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_connector_extra_config": settings,
     }
 
@@ -127,3 +127,11 @@ class VllmServer(ChildProcess):
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+
+def started(options: ServerOptions, servers: list[ChildProcess]) -> VllmServer:
+    """Start a server, noted in `servers` first, so that whoever stops those stops it."""
+    server = VllmServer(options)
+    servers.append(server)
+    server.start()
+    return server
