@@ -27,6 +27,7 @@ _STOP_TIMEOUT_S = 30.0
 _STOP_UNREADY_S = 1.0
 """For a program that has not answered yet: it has nothing to drain, and vLLM hears no SIGTERM while it starts."""
 _HELPERS_TIMEOUT_S = 10.0
+_TRACKER, _TRACKER_TIMEOUT_S = b"multiprocessing.resource_tracker", 2.0
 _PORTS = range(20000, 32768)
 """Below those that Linux gives to outgoing connections and to whoever asks for any."""
 
@@ -107,9 +108,7 @@ class ChildProcess:
         try:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
-                deadline = time.monotonic() + min(timeout_s, _HELPERS_TIMEOUT_S)
-                while _lives(process.pid) and time.monotonic() < deadline:
-                    time.sleep(POLL_S)
+                _await_end(process.pid, min(timeout_s, _HELPERS_TIMEOUT_S))
         finally:
             _kill_group(process)
 
@@ -166,9 +165,15 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its group, Python's trackers last: they remove what the others leave in /dev/shm."""
+    for pid, command in _group(process.pid):
+        if _TRACKER not in command:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
+    _await_end(process.pid, _TRACKER_TIMEOUT_S)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _errors(lines: Sequence[str]) -> list[str]:
@@ -183,11 +188,19 @@ def _errors(lines: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _lives(group: int) -> bool:
-    """Tell whether a process of this process group runs. A zombie does not: nobody here can reap another's child."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def _await_end(group: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while _group(group) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def _group(group: int) -> list[tuple[int, bytes]]:
+    """Return ids and command lines of the processes of a process group that run. A zombie does not: nobody here can
+    reap another's child."""
+    running = []
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile
-            state, _parent, found = stat.read_text().rpartition(")")[2].split()[:3]
+            state, _parent, found = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
             if int(found) == group and state != "Z":
-                return True
-    return False
+                running.append((int(folder.name), (folder / "cmdline").read_bytes()))
+    return running

@@ -48,6 +48,24 @@ def test_programs_that_never_answered_and_hear_no_sigterm_are_ended_soon_with_th
     stop_all(children)
 
 
+SHARER = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+print("up", SharedMemory(create=True, size=4096).name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_program_that_is_killed_leaves_no_shared_memory(tmp_path: Path) -> None:
+    one = child(SHARER, tmp_path / "log")
+    one.start()
+    one.wait_ready(30.0)
+    shared = Path("/dev/shm") / one.log.read_text().split()[1]
+    assert shared.exists()
+    one.kill()
+    assert not shared.exists()
+
+
 def test_a_program_that_answered_may_tidy_up(tmp_path: Path) -> None:
     with child(TIDY, tmp_path / "log", tmp_path / "tidied") as one:
         assert one.ready_seconds > 0
