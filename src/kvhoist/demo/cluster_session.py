@@ -207,7 +207,10 @@ class ClusterSession:
     ) -> None:
         after = self._b.tokens_by_tier()
         found = {tier: round(after[tier] - before[tier]) for tier in after}
-        problem = reply.difference(kept, cached_tokens=sum(found.values()))
+        num_cached = sum(found.values())
+        problem = reply.difference(kept, cached_tokens=num_cached)
+        if problem is None and not prefill_s and reply.cached_tokens != num_cached:  # else it tells A's
+            problem = f"the answer says that {reply.cached_tokens} tokens were cached, the counters {num_cached}"
         if problem is None and reply.text != recomputed.text:
             problem = "another text than recomputing"
         if problem is None and bool(found["storage"]) != loads:
@@ -236,12 +239,15 @@ class ClusterSession:
         return transfer, time.perf_counter() - began
 
     def _await_persisted(self, num_pages: int) -> None:
-        """Wait until A has told of so many persisted pages; an idle engine tells with its next step. What does not come
-        shows in what B loads."""
+        """Wait until A has told that it persisted so many pages and has no job left; an idle engine tells with its next
+        step. What does not come shows in what B loads."""
         deadline = time.monotonic() + _PERSIST_TIMEOUT_S
-        while self._a.pages("persist") < num_pages and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        while time.monotonic() < deadline:
             self._a.poke()
+            told = self._a.metrics()
+            if self._a.pages("persist") >= num_pages and not told.total("vllm:kvhoist_open_jobs"):
+                return
+            time.sleep(_POLL_S)
 
     def _await_recovery(self) -> None:
         """Have short prompts prefilled by A until B loads one."""
