@@ -44,6 +44,7 @@ class Told:
     num_local: int | None = None
     num_external: int | None = None
     aborted: bool = False
+    hand_over: dict[str, Any] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -62,7 +63,7 @@ def _no_collections() -> Iterator[None]:
 
 class SimEngine:
     """One engine. `extra` is kvhoist's `kv_connector_extra_config`; None runs without a connector, and `connector`
-    replaces the whole `kv_transfer_config` but that.
+    replaces other parts of the `kv_transfer_config`.
 
     `late` runs a step as late as its result is needed, which only async scheduling and pipelines make different.
     """
@@ -102,7 +103,7 @@ class SimEngine:
         )
         if extra is not None:
             config.kv_transfer_config = KVTransferConfig(
-                kv_role="kv_both", kv_connector_extra_config=extra, **(connector or KVHOIST)
+                **{"kv_role": "kv_both", "kv_connector_extra_config": extra, **KVHOIST, **(connector or {})}
             )
         executor = type("Executor", (SimExecutor,), {"setup": self.setup})
         with _no_collections():
@@ -129,7 +130,14 @@ class SimEngine:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def add(
-        self, prompt: list[int], max_tokens: int = 4, *, salt: str = "", name: str | None = None, priority: int = 0
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        salt: str = "",
+        name: str | None = None,
+        priority: int = 0,
+        transfer: dict[str, Any] | None = None,
     ) -> str:
         if name is None:
             name = f"r{self._next_id}"
@@ -140,7 +148,9 @@ class SimEngine:
             request_id=name,
             prompt_token_ids=list(prompt),
             mm_features=None,
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args={"kv_transfer_params": transfer}
+            ),
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,
@@ -250,6 +260,7 @@ class SimEngine:
         told.tokens.extend(output.new_token_ids)
         if output.finish_reason is not None:
             told.finish_reason = str(output.finish_reason)
+            told.hand_over = output.kv_transfer_params
         if output.prefill_stats is not None and told.num_local is None:
             told.num_local = output.prefill_stats.num_local_cached_tokens
             told.num_external = output.prefill_stats.num_external_cached_tokens

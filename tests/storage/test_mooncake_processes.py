@@ -69,6 +69,45 @@ def test_a_master_that_restarts_is_found_again_and_calls_fail_quickly_meanwhile(
     store.close()
 
 
+def test_once_a_restarted_master_has_answered_no_call_fails(mortal: Master, pages: Any) -> None:
+    """The engine keeps a connection for each call that was under way at once, all of them dead now."""
+    store = open_store(mortal.url())
+    assert isinstance(store, MooncakeStore)
+    pages.put(store, range(8))
+    stop = threading.Event()
+
+    def read_on() -> None:
+        while not stop.is_set():
+            pages.read(store, range(8))
+
+    readers = [threading.Thread(target=read_on) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    poll(lambda: store.stats().get_pages > 400, "eight readers to read at once")
+    stop.set()
+    for reader in readers:
+        reader.join(DEADLINE_S)
+    mortal.kill()
+    with pytest.raises(StoreUnavailableError):
+        store.exists(pages.keys([0]))
+    mortal.start()
+
+    failures: list[str] = []
+
+    def answers() -> bool:
+        try:
+            return store.exists(pages.keys([0])) == [False]
+        except StoreUnavailableError as error:
+            failures.append(str(error))
+            return False
+
+    poll(answers, "the store to find its master again")
+    assert [failure for failure in failures if "cannot be reached" not in failure] == [], "it was called, and failed"
+    for _ in range(40):
+        assert store.exists(pages.keys(range(8))) == [False] * 8
+    store.close()
+
+
 def test_a_master_that_hangs_costs_one_deadline_and_is_found_again(mortal: Master, pages: Any) -> None:
     store = open_store(mortal.url(timeout_s=2))
     assert isinstance(store, MooncakeStore)

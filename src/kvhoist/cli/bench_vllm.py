@@ -39,8 +39,8 @@ def measure(*, part: str, model: Path | None, rounds: int, smoke: bool, as_json:
 
 
 def _throughput(model: Path | None, rounds: int, smoke: bool, on_step: OnStep) -> dict[str, Any]:
+    from kvhoist.demo.child import ServerFailedError
     from kvhoist.demo.fast_dtype import fast_dtype
-    from kvhoist.demo.vllm_server import ServerFailedError
     from kvhoist.demo.vllm_throughput import ThroughputOptions, run, smaller
 
     with tempfile.TemporaryDirectory(prefix="kvhoist-bench-") as scratch:

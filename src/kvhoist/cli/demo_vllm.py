@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,13 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.box import SIMPLE
 from rich.table import Table
-from rich.text import Text
 
 from kvhoist.cli.demo import store_folder
-from kvhoist.cli.output import JsonOption, console, print_json, progress_bar, side_console
-from kvhoist.cli.vllm_common import need
-from kvhoist.errors import ConfigError
-from kvhoist.settings import Settings, user_path
+from kvhoist.cli.output import JsonOption, console, print_json, side_console
+from kvhoist.cli.vllm_demos import DtypeOption, ModelOption, Stage, check_demo, on_stage
 from kvhoist.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -34,10 +30,8 @@ _HOW_TO_GET_IT = (
 
 
 def demo_vllm(
-    model: Annotated[Path | None, typer.Option("--model", help="Model folder; default: the packaged SmolLM2.")] = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="float32 or bfloat16; default: bfloat16 where this machine is fast in it.")
-    ] = "auto",
+    model: ModelOption = None,
+    dtype: DtypeOption = "auto",
     folder: Annotated[
         Path | None,
         typer.Option("--folder", help="Empty or new folder for the store, kept; default: one that is removed."),
@@ -52,65 +46,27 @@ def demo_vllm(
     its device cache. Exit code 1: something differed.
     """
     num_host_bytes = parse_bytes(host_bytes, name="--host-bytes")
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise ConfigError("unknown --dtype", got=dtype, choices=["auto", "float32", "bfloat16"])
-    need("vllm", "openai", "prometheus_client", remedy=_HOW_TO_GET_IT)
-    if Settings.from_env().disabled:
-        raise ConfigError("kvhoist is turned off here", got="KVHOIST_DISABLE", remedy="Unset KVHOIST_DISABLE.")
+    check_demo(dtype, remedy=_HOW_TO_GET_IT)
     with store_folder(folder) as place, redirect_stdout(sys.stderr):  # results alone go to stdout
-        result = _run(model, dtype, place, num_host_bytes, new_tokens)
+        result = on_stage(model, dtype, _STEPS, lambda stage: _play(stage, place, num_host_bytes, new_tokens))
     _show(result, as_json=as_json)
     if as_json:
         print_json(result.to_dict())
     raise typer.Exit(0 if result.identical else 1)
 
 
-def _run(model: Path | None, dtype: str, folder: Path, host_bytes: int, new_tokens: int) -> VllmDemoResult:
-    with progress_bar() as bar:
-        task = bar.add_task("starting", total=None)
-        from kvhoist.demo.fast_dtype import fast_dtype
-        from kvhoist.demo.signals import ended_by_signals
-        from kvhoist.demo.vllm_server import ServerFailedError
-        from kvhoist.demo.vllm_session import VllmDemoOptions, VllmSession
+def _play(stage: Stage, folder: Path, host_bytes: int, new_tokens: int) -> VllmDemoResult:
+    from kvhoist.demo.vllm_session import VllmDemoOptions, VllmSession
 
-        cache_dir = Settings.from_env().cache_dir
-        options = VllmDemoOptions(
-            model=_model_folder(
-                model,
-                cache_dir,
-                lambda what, done, steps: bar.update(task, description=what, completed=done, total=steps),
-            ),
-            folder=folder,
-            logs=cache_dir / "demo-vllm",
-            dtype=fast_dtype() if dtype == "auto" else dtype,
-            host_bytes=host_bytes,
-            new_tokens=new_tokens,
-        )
-        bar.reset(task, total=_STEPS)
-        session = VllmSession(
-            options,
-            on_step=lambda what: bar.update(task, description=what, advance=1),
-            on_turn=lambda turn: bar.console.print(_line(turn), highlight=False),
-        )
-        try:
-            with ended_by_signals():
-                return session.play()
-        except ServerFailedError as error:
-            bar.console.print(Text(error.tail), highlight=False)
-            raise
-
-
-def _model_folder(model: Path | None, cache_dir: Path, progress: Callable[[str, int, int], None]) -> Path:
-    if model is not None:
-        folder = user_path(model).absolute()
-        if not (folder / "config.json").is_file():
-            raise ConfigError("--model is no model folder", got=str(folder), expected="a folder with config.json")
-        return folder
-    from kvhoist.adapters.transformers.loading import quiet_transformers
-    from kvhoist.demo.packaged_model import packaged_model
-
-    quiet_transformers()
-    return packaged_model(cache_dir, progress)
+    options = VllmDemoOptions(
+        model=stage.model,
+        folder=folder,
+        logs=stage.cache_dir / "demo-vllm",
+        dtype=stage.dtype,
+        host_bytes=host_bytes,
+        new_tokens=new_tokens,
+    )
+    return VllmSession(options, on_step=stage.on_step, on_turn=lambda turn: stage.say(_line(turn))).play()
 
 
 def _line(turn: VllmTurn) -> str:

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 import kvhoist
 from kvhoist.cli.bench import bench_app
 from kvhoist.cli.demo import demo
+from kvhoist.cli.demo_cluster import demo_cluster
 from kvhoist.cli.demo_vllm import demo_vllm
 from kvhoist.cli.doctor import doctor
 from kvhoist.cli.explain import explain
@@ -89,6 +90,7 @@ def _options(
 
 app.command()(demo)
 app.command(name="demo-vllm")(demo_vllm)
+app.command(name="demo-cluster")(demo_cluster)
 app.command()(explain)
 app.command(name="explain-plan")(explain_plan)
 app.command()(doctor)

@@ -14,7 +14,8 @@ _MOST_OPEN = 1024
 
 
 class Lookups:
-    """Opens LOOKUP jobs. A question is asked again after `ttl_s` at the earliest, and never before it was answered."""
+    """Opens LOOKUP jobs. A question is asked again after `ttl_s` at the earliest, unless its asker knows better, and
+    never before it was answered."""
 
     def __init__(self, flights: Flights, clock: Callable[[], float], ttl_s: float) -> None:
         self._flights = flights
@@ -22,14 +23,15 @@ class Lookups:
         self._ttl_s = ttl_s
         self._asked: dict[tuple[bytes, bytes], tuple[float, int]] = {}
 
-    def ask(self, space: Space, keys: Sequence[bytes], first: int) -> Job | None:
-        """Ask for keys[first:]; None where that is not called for."""
+    def ask(self, space: Space, keys: Sequence[bytes], first: int, *, again: bool = False) -> Job | None:
+        """Ask for keys[first:]; None where that is not called for. `again`: though the answer is fresh."""
         if first >= len(keys):
             return None
         now = self._clock()
         question = (space.namespace.digest, keys[first] + keys[-1])
         asked, job_id = self._asked.get(question, (-1e9, -1))
-        if now - asked < self._ttl_s or self._flights.is_open(job_id) or self._flights.num_asked >= _MOST_OPEN:
+        is_fresh = now - asked < self._ttl_s and not again
+        if is_fresh or self._flights.is_open(job_id) or self._flights.num_asked >= _MOST_OPEN:
             return None
         if len(self._asked) >= _MOST_REMEMBERED:
             self._asked.clear()

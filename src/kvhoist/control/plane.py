@@ -65,7 +65,6 @@ class ControlPlane:
         return self.directory.space(namespace, group_index)
 
     def pins(self) -> Pins:
-        """Return pins for one owner."""
         return Pins(self.directory, self._staging)
 
     def take_jobs(self) -> list[Job]:
@@ -170,9 +169,10 @@ class ControlPlane:
         ]
         return self.flights.send(JobKind.PERSIST, lacking[0].space, lacking, ()) if lacking else None
 
-    def lookup(self, space: Space, keys: Sequence[bytes], first: int) -> Job | None:
-        """Ask storage for keys[first:], unless that was asked less than `lookup_ttl_s` ago or was not answered yet."""
-        return self.lookups.ask(space, keys, first) if self.has_storage else None
+    def lookup(self, space: Space, keys: Sequence[bytes], first: int, *, again: bool = False) -> Job | None:
+        """Ask storage for keys[first:], unless that was asked less than `lookup_ttl_s` ago (`again`: all the same) or
+        was not answered yet."""
+        return self.lookups.ask(space, keys, first, again=again) if self.has_storage else None
 
     def commit(
         self,

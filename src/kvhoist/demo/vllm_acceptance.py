@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvhoist.demo.child import ServerFailedError
 from kvhoist.demo.vllm_load import Played, RequestFailedError, Served, play
 from kvhoist.demo.vllm_machine import describe
-from kvhoist.demo.vllm_server import MODEL_NAME, ServerFailedError, ServerOptions, VllmServer, kvhoist_connector
+from kvhoist.demo.vllm_server import MODEL_NAME, ServerOptions, VllmServer, kvhoist_connector
 from kvhoist.demo.vllm_trace import Trace, TraceRequest
 from kvhoist.errors import ConfigError, KvhoistError
 from kvhoist.platform.base import Device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,17 @@ class Reply:
     ttft_seconds: float
     seconds: float
 
-    def difference(self, other: Reply) -> str | None:
-        """Return where this answer and `other` differ, None where tokens and log probabilities are the same bits."""
-        if len(self.tokens) != len(other.tokens):
-            return f"{len(self.tokens)} and {len(other.tokens)} tokens"
-        for step, (ours, theirs) in enumerate(zip(self.tokens, other.tokens, strict=True)):
+    def difference(self, kept: Reply, *, cached_tokens: int) -> str | None:
+        """Return where this answer, of whose prompt `cached_tokens` were not computed, is not that of the run whose
+        prefix was kept in place; None where as much was cached, and tokens and log probabilities are the same bits."""
+        if cached_tokens != kept.cached_tokens:
+            return f"{cached_tokens} tokens were cached, {kept.cached_tokens} where the prefix was kept in place"
+        if len(self.tokens) != len(kept.tokens):
+            return f"{len(self.tokens)} and {len(kept.tokens)} tokens"
+        for step, (ours, theirs) in enumerate(zip(self.tokens, kept.tokens, strict=True)):
             if ours != theirs:
                 return f"token {step}: {ours!r} and {theirs!r}"
-        for step, (mine, its) in enumerate(zip(self.logprobs, other.logprobs, strict=True)):
+        for step, (mine, its) in enumerate(zip(self.logprobs, kept.logprobs, strict=True)):
             if mine != its:
                 return f"the log probability of token {step}: {mine} and {its}"
         return None
@@ -49,8 +52,16 @@ def connect(url: str) -> Any:
     return OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0)
 
 
-def ask(client: Any, messages: Sequence[Message], *, max_tokens: int, salt: str | None = None) -> Reply:
-    """Ask greedily and read the stream to its end. A request with a `salt` shares no cached prefix with others."""
+def ask(
+    client: Any,
+    messages: Sequence[Message],
+    *,
+    max_tokens: int,
+    salt: str | None = None,
+    transfer: Mapping[str, Any] | None = None,
+) -> Reply:
+    """Ask greedily and read the stream to its end. A request with a `salt` shares no cached prefix with those that have
+    another; `transfer` is what the server that prefilled the prompt said."""
     tokens: list[str] = []
     logprobs: list[float] = []
     text, ttft_seconds = "", 0.0
@@ -64,16 +75,17 @@ def ask(client: Any, messages: Sequence[Message], *, max_tokens: int, salt: str 
         logprobs=True,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={} if salt is None else {"cache_salt": salt},
+        extra_body=_extra(cache_salt=salt, kv_transfer_params=transfer),
     )
-    for chunk in stream:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            text += choice.delta.content or ""
-            if choice.logprobs is not None and choice.logprobs.content:
-                ttft_seconds = ttft_seconds or time.perf_counter() - started_at
-                tokens += [entry.token for entry in choice.logprobs.content]
-                logprobs += [entry.logprob for entry in choice.logprobs.content]
+    with stream:  # a server does not end before its streams do
+        for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                if choice.logprobs is not None and choice.logprobs.content:
+                    ttft_seconds = ttft_seconds or time.perf_counter() - started_at
+                    tokens += [entry.token for entry in choice.logprobs.content]
+                    logprobs += [entry.logprob for entry in choice.logprobs.content]
     details = usage.prompt_tokens_details
     return Reply(
         text=text,
@@ -84,3 +96,21 @@ def ask(client: Any, messages: Sequence[Message], *, max_tokens: int, salt: str 
         ttft_seconds=ttft_seconds,
         seconds=time.perf_counter() - started_at,
     )
+
+
+def prefill(client: Any, messages: Sequence[Message], *, salt: str | None = None) -> dict[str, Any] | None:
+    """Have a prompt computed for another server to go on with, and return what this one says to that: None where it
+    says nothing."""
+    answer = client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=list(messages),
+        max_tokens=1,
+        temperature=0,
+        extra_body=_extra(cache_salt=salt, kv_transfer_params={"do_remote_decode": True}),
+    )
+    said: dict[str, Any] | None = answer.model_extra.get("kv_transfer_params")
+    return said
+
+
+def _extra(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,51 +1,25 @@
-"""A vLLM OpenAI server as a child process: started, watched until it answers, asked for its counters, stopped whole."""
+"""A vLLM OpenAI server as a child process: what it serves, and its counters."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
-import re
-import signal
-import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from kvhoist.demo.signals import signals_held
-from kvhoist.errors import KvhoistError
+from kvhoist.demo.child import POLL_S, ChildProcess, free_port
 
 MODEL_NAME = "demo"
 """What requests call the served model."""
 
-_TAIL_LINES = 25
 _ENOUGH_BYTES = str(1 << 30)
 """Said to be there for blocks, so that vLLM does not measure the machine; how many are made the blocks' number says."""
-_LOG_PREFIX = re.compile(r"^\(.*? pid=\d+\) (?:\w+ [^\]]*\] ?)?")
-_ERROR = re.compile(r"kvhoist cannot start: |[\w.]+(?:Error|Exception): ")
-_DETAIL_LINES = 3
-_READY_TIMEOUT_S = 600.0
-_STOP_TIMEOUT_S = 30.0
-_HELPERS_TIMEOUT_S = 10.0
-_POLL_S = 0.1
-_PORTS = range(20000, 32768)
-"""Below those that Linux gives to outgoing connections and to whoever asks for any."""
-
-
-class ServerFailedError(KvhoistError):
-    """The server ended, or did not answer in time. `tail` holds the last lines of its log."""
-
-    def __init__(self, what: str, *, tail: str = "", **parts: Any) -> None:
-        super().__init__(what, **parts)
-        self.tail = tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +36,7 @@ class ServerOptions:
     connector: Mapping[str, Any] | None = None
     more: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
 
     def command(self, port: int) -> list[str]:
         """Return the command line, environment first: what a person could type."""
@@ -70,7 +45,7 @@ class ServerOptions:
         return [
             *("env", *(f"{name}={value}" for name, value in variables.items())),
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--host", "127.0.0.1", "--port", str(port), "--model", str(self.model)),
+            *("--host", self.host, "--port", str(port), "--model", str(self.model)),
             *("--served-model-name", MODEL_NAME, "--dtype", self.dtype),
             *("--enforce-eager", "--max-model-len", str(self.max_tokens), "--block-size", str(self.block_tokens)),
             *("--num-gpu-blocks-override", str(self.device_blocks), "--kv-cache-memory-bytes", _ENOUGH_BYTES),
@@ -78,12 +53,12 @@ class ServerOptions:
         ]
 
 
-def kvhoist_connector(**settings: Any) -> dict[str, Any]:
+def kvhoist_connector(*, role: str = "kv_both", **settings: Any) -> dict[str, Any]:
     """Return the kv-transfer-config that turns kvhoist on with these settings."""
     return {
         "kv_connector": "KvhoistConnector",
         "kv_connector_module_path": "kvhoist.adapters.vllm",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_connector_extra_config": settings,
     }
 
@@ -111,53 +86,17 @@ class Metrics:
         return sum(value for found, has, value in self.samples if found == name and labels.items() <= dict(has).items())
 
 
-class VllmServer:
-    """A server process in a session of its own, so that a terminal's Ctrl-C reaches us alone and we stop it.
-
-    Use it as a context manager: entering waits until it answers, leaving ends every process of it.
-    Raises ServerFailedError where it does not come up.
-    """
+class VllmServer(ChildProcess):
+    """A server process. See ChildProcess; entering it waits until the server answers."""
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self.port = _free_port()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started_at = 0.0
-        self.ready_seconds = 0.0
+        self.port = free_port(options.host)
+        super().__init__("the vLLM server", options.command(self.port), options.log, self._is_healthy)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def start(self) -> None:
-        """Start the process without waiting for it. Its messages go to `options.log`, from an empty file on."""
-        self.options.log.parent.mkdir(parents=True, exist_ok=True)
-        self._started_at = time.perf_counter()
-        with self.options.log.open("wb") as log, signals_held():
-            self._process = subprocess.Popen(
-                self.options.command(self.port),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait_ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
-        """Wait until the server answers, `timeout_s` since its start at most."""
-        assert self._process is not None
-        while not self._answers():
-            status = self._process.poll()
-            if status is not None:
-                raise self._failed("the vLLM server ended before it was ready", f"exit status {status}")
-            if time.perf_counter() - self._started_at > timeout_s:
-                raise self._failed("the vLLM server did not become ready", f"no answer in {timeout_s:.0f} s")
-            time.sleep(_POLL_S)
-        self.ready_seconds = time.perf_counter() - self._started_at
+        return f"http://{self.options.host}:{self.port}"
 
     def metrics(self) -> Metrics:
         """Read the server's counters."""
@@ -179,92 +118,20 @@ class VllmServer:
             if reached(found):
                 return found
             if time.monotonic() > deadline:
-                raise self._failed("the server's counters did not come to what they must be", f"{timeout_s:.0f} s")
-            time.sleep(_POLL_S)
+                raise self.failed("the server's counters did not come to what they must be", f"{timeout_s:.0f} s")
+            time.sleep(POLL_S)
 
-    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-        """End the server: SIGTERM, and what is left of it after `timeout_s` is killed. Idempotent.
-
-        Its helpers (the tracker of shared memory, workers) are given a moment longer than itself, to clean up.
-        """
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
-                deadline = time.monotonic() + _HELPERS_TIMEOUT_S
-                while _lives(process.pid) and time.monotonic() < deadline:
-                    time.sleep(_POLL_S)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def log_tail(self) -> str:
-        """Return the lines of the server's log that name an error, or where none does, its last ones."""
-        with suppress(OSError):
-            lines = self.options.log.read_text(errors="replace").splitlines()
-            return "\n".join((_errors(lines) or lines)[-_TAIL_LINES:])
-        return ""
-
-    def __enter__(self) -> Self:
-        self.start()
-        try:
-            self.wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def _answers(self) -> bool:
+    def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
 
-    def _failed(self, what: str, got: str) -> ServerFailedError:
-        remedy = f"Its messages are in {self.options.log}."
-        error = ServerFailedError(what, got=got, remedy=remedy, tail=self.log_tail())
-        error.add_note(error.tail)
-        return error
 
-
-def _errors(lines: Sequence[str]) -> list[str]:
-    """Return what a log says of errors, each once: the line that names it, and the indented ones below it."""
-    found: dict[str, None] = {}
-    details = 0
-    for line in lines:
-        text = _LOG_PREFIX.sub("", line)
-        details = _DETAIL_LINES if _ERROR.match(text) else max(0, details - 1) if text.startswith(" ") else 0
-        if details:
-            found[text] = None
-    return list(found)
-
-
-def _lives(group: int) -> bool:
-    """Tell whether a process of this process group runs. A zombie does not: nobody here can reap another's child."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended meanwhile
-            state, _parent, found = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(found) == group and state != "Z":
-                return True
-    return False
-
-
-def _free_port() -> int:
-    """Return a free port that likely stays so until the server gets to it: the system hands out none of these."""
-    ports = random.SystemRandom().sample(_PORTS, 100)
-    for port in ports:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise KvhoistError("no free port on 127.0.0.1", got=f"100 tries in {_PORTS.start} to {_PORTS.stop - 1}")
+def started(options: ServerOptions, servers: list[ChildProcess]) -> VllmServer:
+    """Start a server, noted in `servers` first, so that whoever stops those stops it."""
+    server = VllmServer(options)
+    servers.append(server)
+    server.start()
+    return server

@@ -8,25 +8,23 @@ request with a salt of its own is computed from its first token, which tells wha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvhoist.demo.child import ChildProcess, stop_all
 from kvhoist.demo.conversations import AFTER_RESTART, Conversation, conversations
 from kvhoist.demo.page_cache import drop_page_cache
-from kvhoist.demo.vllm_chat import Reply, ask, connect
-from kvhoist.demo.vllm_server import ServerOptions, VllmServer, kvhoist_connector
+from kvhoist.demo.vllm_server import ServerOptions, VllmServer, kvhoist_connector, started
+from kvhoist.demo.vllm_side import OnStep, Side
 
 NUM_TURNS = 4
 TARGET_RATIO = 0.25
 """Time to the first token of turns 2 to 4, of recomputing the same prompt."""
 
 _OTHER_ANSWER_TOKENS = 4
-_WARM_UP = [{"role": "user", "content": "Say hello to the visitors of the museum. " * 8}]
-
-OnStep = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,30 +129,6 @@ class VllmDemoResult:
         }
 
 
-class Side:
-    """One server and the client that speaks to it."""
-
-    def __init__(self, server: VllmServer) -> None:
-        self.server = server
-        self._client = connect(server.url)
-        self._num_asked = 0
-        self.ask(_WARM_UP, max_tokens=2)
-
-    def ask(self, messages: Sequence[dict[str, str]], *, max_tokens: int, salt: str | None = None) -> Reply:
-        self._num_asked += 1
-        return ask(self._client, messages, max_tokens=max_tokens, salt=salt)
-
-    def tokens_by_tier(self) -> dict[str, float]:
-        """Return the tokens that were not computed so far, by tier, once all answered requests are counted."""
-        found = self.server.metrics_when(lambda m: m.total("vllm:request_success_total") >= self._num_asked)
-        hits = {tier: found.total("vllm:kvhoist_hit_tokens_total", tier=tier) for tier in ("host", "storage")}
-        return {
-            "device": found.total("vllm:prefix_cache_hits_total"),
-            "host": hits["host"],
-            "disk": hits["storage"],
-        }
-
-
 class VllmSession:
     """Plays the chat. Servers run as long as `play` does."""
 
@@ -169,26 +143,21 @@ class VllmSession:
     def play(self) -> VllmDemoResult:
         """Hold the whole chat. Raises ServerFailedError for a server that does not come up."""
         started_at = time.perf_counter()
-        with ExitStack() as plain_stack:
-            with ExitStack() as stack:
-                self._on_step("starting two vLLM servers, with kvhoist and without")
-                plain_server = VllmServer(self._options.without())
-                server = VllmServer(self._options.with_kvhoist())
-                plain_stack.callback(plain_server.stop)
-                stack.callback(server.stop)
-                plain_server.start()
-                server.start()
-                cached, plain = self._ready(server, "kvhoist"), self._ready(plain_server, "plain")
-                for _ in range(NUM_TURNS - 1):
-                    self._turn(cached, plain)
-                    self._ask_others(cached)
+        servers: list[ChildProcess] = []
+        with ExitStack() as stack:
+            stack.callback(stop_all, servers)
+            self._on_step("starting two vLLM servers, with kvhoist and without")
+            plain_server = started(self._options.without(), servers)
+            server = started(self._options.with_kvhoist(), servers)
+            cached, plain = self._ready(server, "kvhoist"), self._ready(plain_server, "plain")
+            for _ in range(NUM_TURNS - 1):
+                self._turn(cached, plain)
+                self._ask_others(cached)
+            server.stop()
             self._on_step("starting the server with kvhoist again, the page cache dropped")
             drop_page_cache(self._options.folder)
-            with ExitStack() as stack:
-                server = VllmServer(self._options.with_kvhoist())
-                stack.callback(server.stop)
-                server.start()
-                self._turn(self._ready(server, "kvhoist again"), plain, after_restart=True)
+            server = started(self._options.with_kvhoist(), servers)
+            self._turn(self._ready(server, "kvhoist again"), plain, after_restart=True)
         return VllmDemoResult(
             self._options, tuple(self._turns), time.perf_counter() - started_at, dict(self._ready_seconds)
         )
@@ -218,10 +187,10 @@ class VllmSession:
             cached_tokens=reply.cached_tokens,
             device_tokens=found["device"],
             host_tokens=found["host"],
-            disk_tokens=found["disk"],
+            disk_tokens=found["storage"],
             ttft_seconds=reply.ttft_seconds,
             ttft_recomputed_seconds=recomputed.ttft_seconds,
-            difference=_difference(reply, kept),
+            difference=reply.difference(kept, cached_tokens=reply.cached_tokens),
             same_text_as_recomputed=reply.text == recomputed.text,
             question=messages[-1]["content"],
             answer=reply.text,
@@ -234,12 +203,6 @@ class VllmSession:
         for other in self._others:
             self._on_step(f"{other.name} asks")
             other.answer(cached.ask(other.ask(), max_tokens=_OTHER_ANSWER_TOKENS).text)
-
-
-def _difference(reply: Reply, kept: Reply) -> str | None:
-    if reply.cached_tokens != kept.cached_tokens:
-        return f"{reply.cached_tokens} tokens were cached, {kept.cached_tokens} where the prefix was kept in place"
-    return reply.difference(kept)
 
 
 def chat_and_others() -> tuple[Conversation, list[Conversation]]:

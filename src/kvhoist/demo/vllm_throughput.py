@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvhoist.demo.vllm_server import ServerFailedError, kvhoist_connector
+from kvhoist.demo.child import ServerFailedError
+from kvhoist.demo.vllm_server import kvhoist_connector
 from kvhoist.demo.vllm_window import WindowSpec
 
 TARGET = 0.98

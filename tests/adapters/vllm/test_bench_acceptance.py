@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import kvhoist.demo.vllm_acceptance as acceptance
 from kvhoist.adapters.vllm.options import ConnectorOptions
 from kvhoist.cli import app
+from kvhoist.demo.child import ServerFailedError
 from kvhoist.demo.vllm_acceptance_plot import plot_acceptance
 from kvhoist.demo.vllm_load import Played, RequestFailedError, Served
-from kvhoist.demo.vllm_server import ServerFailedError
 from kvhoist.demo.vllm_trace import ConversationSizes, Trace, conversations
 from kvhoist.errors import ConfigError
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvhoist.demo import vllm_throughput
-from kvhoist.demo.vllm_server import ServerFailedError
+from kvhoist.demo.child import ServerFailedError
 from kvhoist.demo.vllm_throughput import ThroughputOptions
 
 

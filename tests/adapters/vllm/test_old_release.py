@@ -17,7 +17,7 @@ SOURCES = Path(sys.prefix) / f"vllm-{OLD.group(1)}"
 
 FILES = {
     "parts": ["test_caches_of_vllm_0_20.py", "test_identity.py", "test_requests.py", "test_prefixes.py"],
-    "hits": ["test_scheduler_hits.py", "test_scheduler_storage.py"],
+    "hits": ["test_scheduler_hits.py", "test_scheduler_storage.py", "test_prefill_decode.py"],
     "failures": ["test_scheduler_failures.py", "test_scheduler_resets.py", "test_scheduler_aborts.py", "test_start.py"],
     "room": ["test_room.py", "test_random_load.py"],
 }

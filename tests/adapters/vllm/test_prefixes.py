@@ -203,3 +203,49 @@ def test_a_request_waits_so_long_for_each_page() -> None:
     assert world.find(state) is None
     world.now = 3.0
     assert world.find(state) == range(0)
+
+
+def announced(bench: Bench, num_tokens: int, num_announced: int) -> RequestState:
+    state = bench.state(num_tokens)
+    state.announced_tokens = num_announced
+    return state
+
+
+def test_announced_pages_are_asked_for_again_as_long_as_some_come() -> None:
+    bench = Bench(storage=True)
+    state = announced(bench, 41, 32)
+    for held in range(1, 5):  # one page comes every 0.9 s, and after the fourth nothing more was announced
+        for _ in range(2):
+            assert bench.find(state) is None
+            bench.answer(bench.job(JobKind.LOOKUP), failed=tuple(range(6 - held)))
+            assert bench.find(state) is None
+            assert bench.plane.take_jobs() == [], "not at once"
+            bench.now += 0.45
+        assert bench.find(state) is None
+        bench.answer(bench.job(JobKind.LOOKUP), failed=tuple(range(1, 6 - held)))
+        assert bench.find(state) is None
+        bench.answer(bench.job(JobKind.PREFETCH))
+        bench.now += 0.02
+    assert bench.find(state) == range(8)
+    assert bench.plane.take_jobs() == []
+    counts = SchedulerCounts(bench.plane)
+    assert counts.tokens_by_tier(state, range(8), SHAPE) == {Tier.STORAGE: 32}
+
+
+def test_announced_pages_that_do_not_come_are_computed_when_the_wait_is_over() -> None:
+    bench = Bench(storage=True)
+    state = announced(bench, 41, 32)
+    assert bench.find(state) is None
+    bench.answer(bench.job(JobKind.LOOKUP), failed=(0, 1, 2, 3, 4))
+    assert bench.find(state) is None
+    bench.now = 1.0
+    assert bench.find(state) == range(0)
+    assert bench.plane.take_jobs() == []
+
+
+def test_an_answer_that_is_fresh_keeps_nobody_from_asking_for_what_was_announced_since() -> None:
+    bench = Bench(storage=True)
+    assert bench.find(bench.state(41)) is None
+    bench.answer(bench.job(JobKind.LOOKUP), failed=(0, 1, 2, 3, 4))
+    assert bench.find(announced(bench, 41, 32)) is None
+    bench.answer(bench.job(JobKind.LOOKUP))

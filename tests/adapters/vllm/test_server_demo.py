@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from vllm_servers import gone, wait_until, write_tiny_chat_model
 
 from kvhoist.cli import app
+from kvhoist.demo.child import ServerFailedError
 from kvhoist.demo.conversations import conversations
 from kvhoist.demo.vllm_chat import Reply
-from kvhoist.demo.vllm_server import ServerFailedError, ServerOptions, VllmServer
+from kvhoist.demo.vllm_server import ServerOptions, VllmServer
 from kvhoist.demo.vllm_session import NUM_TURNS, chat_and_others
 
 
@@ -81,10 +82,12 @@ def test_the_chat_and_the_others_are_as_long_and_share_no_beginning() -> None:
 
 def test_answers_differ_by_their_tokens_and_by_the_last_bit_of_a_log_probability() -> None:
     reply = Reply("ab", ("a", "b"), (-0.5, -1.0), 10, 0, 0.1, 0.2)
-    assert reply.difference(reply) is None
+    assert reply.difference(reply, cached_tokens=0) is None
+    assert "32 tokens were cached, 0 where" in str(reply.difference(reply, cached_tokens=32))
     other = Reply("ab", ("a", "b"), (-0.5, -1.0000000000000002), 10, 0, 0.1, 0.2)
-    assert "log probability of token 1" in str(reply.difference(other))
-    assert "token 1" in str(reply.difference(Reply("ac", ("a", "c"), (-0.5, -1.0), 10, 0, 0.1, 0.2)))
+    assert "log probability of token 1" in str(reply.difference(other, cached_tokens=0))
+    other = Reply("ac", ("a", "c"), (-0.5, -1.0), 10, 0, 0.1, 0.2)
+    assert "token 1" in str(reply.difference(other, cached_tokens=0))
 
 
 @pytest.mark.parametrize("wrong", [["--dtype", "int8"], ["--host-bytes", "lots"], ["--model", "/nowhere"]])

@@ -181,11 +181,10 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.stores.wants_step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.request_finished(request)
+        said = self._scheduler.request_finished(request) if self._scheduler is not None else None
         if self._room is not None:
             self._room.forget(request.request_id)
-        return False, None
+        return False, said
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -12,6 +12,10 @@ from kvhoist.control.prefetch_policy import PrefetchPolicy
 from kvhoist.control.tiers import READY, Tier
 
 _MOST_REFUSED = 4096
+_ASK_AGAIN_S = 0.02
+"""How often storage is asked for pages that another engine has announced: a page takes about as long to get there."""
+_LATER = -1
+"""In the place of the job that a request waits for: nothing, until storage is to be asked again."""
 _REFUSED_S = 60.0
 """How long a page that failed to load is a miss. Its copy stays in the host tier, below its descendants', and may be
 sound: what failed may have been the copying."""
@@ -29,7 +33,8 @@ class Prefixes:
     """Answers how many blocks can be loaded for a request, asking storage and prefetching on the way. Never blocks.
 
     A request waits for storage at most once for an answer and once for pages; what is late then is recomputed, and not
-    read if nobody else waits for it. What came stays in the host tier until `release`.
+    read if nobody else waits for it. Of pages that another engine has announced it asks again, until none has come for
+    as long as it would wait for an answer. What came stays in the host tier until `release`.
     """
 
     def __init__(
@@ -85,6 +90,8 @@ class Prefixes:
     def _is_over(self, state: RequestState) -> bool:
         """Tell whether the wait of `state` is over: its job is done, or took too long."""
         assert state.waits_for is not None
+        if state.waits_for == _LATER:
+            return self._clock() >= state.asks_at
         assert state.deadline is not None
         if not self._plane.flights.is_open(state.waits_for):
             state.waits_for = None
@@ -127,18 +134,31 @@ class Prefixes:
         if not entry.is_ready(Tier.STORAGE):
             return self._ask(space, state, keys, page, last_page)
         stop = self._num_stored(space, keys, page, last_page)
-        state.prefetched = range(page, stop)
+        state.prefetched = range(state.prefetched.start if state.prefetched.stop == page else page, stop)
         job = self._plane.prefetch(space, keys, page, stop, for_whom=state.request.request_id)
         return None if job is None else self._await_pages(state, job.id, stop - page)
 
     def _ask(self, space: Space, state: RequestState, keys: Sequence[bytes], page: int, last_page: int) -> int | None:
-        if state.asked_storage or not self._plane.has_storage:
+        if not self._plane.has_storage:
             return None
-        state.asked_storage = True
+        now, again = self._clock(), state.asked_storage
+        if again and not self._comes(state, page, now):
+            return None
+        if again and now < state.asks_at:
+            return _LATER
+        if not again or page > state.asked_page:
+            state.patient_until = now + self._waits.lookup_s
+        state.asked_storage, state.asked_page, state.asks_at = True, page, now + _ASK_AGAIN_S
         keys = keys[:last_page]
-        job = self._plane.lookup(space, keys, page)
+        job = self._plane.lookup(space, keys, page, again=state.announced_tokens > 0)
         job_id = job.id if job is not None else self._plane.lookups.under_way(space, keys, page)
         return None if job_id is None else self._wait(state, job_id, self._waits.lookup_s)
+
+    def _comes(self, state: RequestState, page: int, now: float) -> bool:
+        """Tell whether storage is to be asked again for a page that it did not have: another engine has announced it,
+        and has brought others meanwhile or may still be at it."""
+        announced = (page + 1) * self._shape.page_tokens <= state.announced_tokens
+        return announced and (page > state.asked_page or now < state.patient_until)
 
     def _num_stored(self, space: Space, keys: Sequence[bytes], page: int, last_page: int) -> int:
         for entry in self._plane.directory.chain(space, keys, page, last_page):

@@ -51,9 +51,13 @@ class RequestState:
     namespace in use, so that pages may be offered at all. `found_blocks` is the range of blocks that the
     last look-up promised, `missed` why and how many tokens it did not find. `pins` hold the host pages that came while
     it waited for them. A request that `load_job` brings a prefix for does not run.
+
+    Another engine is bringing its first `announced_tokens` tokens to storage, which was asked for the pages from
+    `asked_page` on, and may be asked again from `asks_at` to `patient_until`.
     """
 
     request: Any
+    announced_tokens: int = 0
     keys: list[bytes] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     next_page: int = 0
@@ -65,6 +69,9 @@ class RequestState:
     waits_for: int | None = None
     deadline: float | None = None
     asked_storage: bool = False
+    asked_page: int = 0
+    asks_at: float = 0.0
+    patient_until: float = 0.0
     late: bool = False
     pins: Pins | None = None
     prefetched: range = range(0)
@@ -94,6 +101,7 @@ class RequestState:
         self.running = True
         self.load_job = None
         self.asked_storage, self.late, self.prefetched = False, False, range(0)
+        self.announced_tokens = 0
 
     def stop(self) -> None:
         """Own no blocks that may be read."""

@@ -11,6 +11,7 @@ from typing import Any
 from kvhoist.adapters.vllm.counts import SchedulerCounts
 from kvhoist.adapters.vllm.debug_log import tell
 from kvhoist.adapters.vllm.fences import Fences
+from kvhoist.adapters.vllm.handover import announced_tokens, announcement, is_to_hand_over
 from kvhoist.adapters.vllm.loads import Loads
 from kvhoist.adapters.vllm.metadata import NO_ORDERS, ConnectorMetadata, LoadOrder, WorkerMetadata
 from kvhoist.adapters.vllm.offering import Offering, blocks_over
@@ -21,6 +22,7 @@ from kvhoist.control.jobs import Finished
 from kvhoist.control.namespace import Namespace
 from kvhoist.control.offers import Offer
 from kvhoist.control.plane import ControlPlane
+from kvhoist.control.policy import WriteWhen
 from kvhoist.control.tiers import Tier
 from kvhoist.errors import PageIdError
 from kvhoist.messages import LEFT_OUT, JobKind
@@ -167,12 +169,18 @@ class SchedulerSide:
         """Return what is to be told to the metrics now: with no request left, all, since a next step may never come."""
         return self.counts.take(idle=not self._states)
 
-    def request_finished(self, request: Any) -> None:
-        """Offer the last full pages of a request with the next step's; vLLM may free its blocks at once."""
+    def request_finished(self, request: Any) -> dict[str, Any] | None:
+        """Offer the last full pages of a request with the next step's; vLLM may free its blocks at once. Returns what
+        is to be said to the engine that goes on with the request, None where there is none."""
         state = self._states.pop(request.request_id, None)
-        if state is not None:
-            self._prefixes.release(state)
-            self._offering.end(state)
+        if state is None:
+            return None
+        self._prefixes.release(state)
+        self._offering.end(state)
+        all_go_to_storage = self.plane.persists and self.plane.policy.when is WriteWhen.WRITE_THROUGH
+        if not (self._offers and state.offers and all_go_to_storage and is_to_hand_over(request)):
+            return None
+        return announcement(state.next_page * self._shape.page_tokens)
 
     def reset(self, *, blocks_in_use: bool = False) -> bool:
         """Forget everything and begin a new namespace: what was cached is of other weights now. False where a load of
@@ -221,7 +229,7 @@ class SchedulerSide:
     def _state(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None:
-            state = self._states[request.request_id] = RequestState(request)
+            state = self._states[request.request_id] = RequestState(request, announced_tokens(request))
         return state
 
     def _is_brought(self, state: RequestState, num_computed_tokens: int) -> bool:

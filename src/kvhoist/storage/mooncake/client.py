@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ NOT_READY = -703
 NOT_FOUND = -704
 _RPC_FAILURES = range(-999, -899)
 _LOCAL_BUFFER_BYTES = 16 << 20
+_MOST_CONNECTIONS, _MOST_CONNECTIONS_S = 256, 1.0
 _clients: dict[tuple[int, MooncakeOptions], Client] = {}
 _clients_lock = threading.Lock()
 
@@ -64,7 +66,7 @@ class Client:
     def call(self, act: Callable[[Any], Any]) -> Any:
         """Return `act(engine)`. Raises ClosedError, and StoreUnavailableError at once while the master is away."""
         with self._in_use():
-            self._watch.check()
+            self._watch.check(self._use_up_connections)
             return act(self._engine)
 
     def codes(self, act: Callable[[Any], Sequence[int]]) -> list[int]:
@@ -112,6 +114,15 @@ class Client:
         self._watch.close()
         self._engine.close()
         self.pool.close()
+
+    def _use_up_connections(self) -> None:
+        """Have the engine's idle connections to a master that has restarted fail now: it keeps as many as there were
+        calls at once, and one call after the other would fail on each."""
+        deadline = time.monotonic() + _MOST_CONNECTIONS_S
+        for _ in range(_MOST_CONNECTIONS):
+            self._engine.batch_is_exist(["kvhoist1-is-it-there"])
+            if time.monotonic() > deadline:
+                return
 
     def _set_up(self) -> None:
         options = self.options

@@ -34,8 +34,9 @@ class MasterWatch:
             raise self._unavailable(str(error)) from error
         self.local_host: str = self._socket.getsockname()[0]
 
-    def check(self) -> None:
-        """Return where the master may be called. Raises StoreUnavailableError, at once or after one short attempt."""
+    def check(self, on_return: Callable[[], None] = lambda: None) -> None:
+        """Return where the master may be called. Raises StoreUnavailableError, at once or after one short attempt.
+        `on_return` is called when the master is back, before anybody else may call it."""
         with self._lock:
             if self._socket is not None and _is_open(self._socket):
                 return
@@ -48,6 +49,7 @@ class MasterWatch:
             fresh = self._connect()
         except OSError as error:
             raise self._unavailable(str(error)) from error
+        on_return()
         with self._lock:
             self._drop()
             self._socket = fresh
