@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ BAD_LENGTH = (-600, -800)  # the object is longer than the buffers, or shorter (
 NOT_READY = -703
 NOT_FOUND = -704
 _RPC_FAILURES = range(-999, -899)
+_STALE_S = 0.5
 _LOCAL_BUFFER_BYTES = 16 << 20
 _clients: dict[tuple[int, MooncakeOptions], Client] = {}
 _clients_lock = threading.Lock()
@@ -70,8 +72,13 @@ class Client:
     def codes(self, act: Callable[[Any], Sequence[int]]) -> list[int]:
         """As `call`, for calls that answer one number a key. Raises StoreUnavailableError where any of them says that
         the master did not answer."""
-        codes = list(self.call(act))
-        if any(code in _RPC_FAILURES for code in codes):
+        with self._in_use():
+            stale_until = time.monotonic() + _STALE_S if self._watch.check() else 0.0
+            codes = list(act(self._engine))
+            # The engine's own connections may still be those to a master that is gone: it finds out one by one.
+            while _unanswered(codes) and time.monotonic() < stale_until:
+                codes = list(act(self._engine))
+        if _unanswered(codes):
             self._watch.failed()
             raise StoreUnavailableError(
                 "the Mooncake master did not answer",
@@ -170,6 +177,10 @@ def release(client: Client) -> None:
             return
         _clients.pop((os.getpid(), client.options), None)
         client.close()
+
+
+def _unanswered(codes: Sequence[int]) -> bool:
+    return any(code in _RPC_FAILURES for code in codes)
 
 
 def _import_engine() -> Any:

@@ -34,11 +34,12 @@ class MasterWatch:
             raise self._unavailable(str(error)) from error
         self.local_host: str = self._socket.getsockname()[0]
 
-    def check(self) -> None:
-        """Return where the master may be called. Raises StoreUnavailableError, at once or after one short attempt."""
+    def check(self) -> bool:
+        """Return where the master may be called, and whether it has just been found again. Raises
+        StoreUnavailableError, at once or after one short attempt."""
         with self._lock:
             if self._socket is not None and _is_open(self._socket):
-                return
+                return False
             self._drop()
             now = self._clock()
             if now < self._retry_at:
@@ -51,6 +52,7 @@ class MasterWatch:
         with self._lock:
             self._drop()
             self._socket = fresh
+        return True
 
     def failed(self) -> None:
         """A call did not reach the master: keep others from trying for a while."""
