@@ -69,6 +69,27 @@ def test_a_master_that_restarts_is_found_again_and_calls_fail_quickly_meanwhile(
     store.close()
 
 
+def test_the_first_call_that_a_restarted_master_could_answer_is_answered(mortal: Master, pages: Any) -> None:
+    """The engine still has connections to the master that is gone."""
+    store = open_store(mortal.url())
+    pages.put(store, range(4))
+    mortal.kill()
+    with pytest.raises(StoreUnavailableError):
+        store.exists(pages.keys(range(4)))
+    mortal.start()
+
+    def answered() -> bool:
+        try:
+            return store.exists(pages.keys(range(4))) == [False] * 4
+        except StoreUnavailableError as error:
+            if "tried again in" not in str(error):  # only the back-off may refuse a call
+                raise
+            return False
+
+    poll(answered, "the store to find its master again")
+    store.close()
+
+
 def test_a_master_that_hangs_costs_one_deadline_and_is_found_again(mortal: Master, pages: Any) -> None:
     store = open_store(mortal.url(timeout_s=2))
     assert isinstance(store, MooncakeStore)
