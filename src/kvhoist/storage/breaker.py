@@ -17,7 +17,6 @@ FENCED = "store fenced off"
 
 _MAX_FAILURES = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 15.0
-"""A store that is back is not left alone for long: the first call may fail for the outage's sake, a second does not."""
 
 
 @dataclass(slots=True)
