@@ -95,9 +95,9 @@ def hung(store: HangingStore) -> Iterator[Callable[..., TinyEngine]]:
 
     def start(**options: Any) -> TinyEngine:
         engine = TinyEngine(device_pages=12, host_pages=12, store=store, config=CacheConfig(**options))
-        io = engine.cache._binding.io
-        assert io is not None
-        io._breaker._hang_s = 0.1
+        attached = engine.cache._binding.slot.current
+        assert attached is not None
+        attached.io._breaker._hang_s = 0.1
         engines.append(engine)
         return engine
 

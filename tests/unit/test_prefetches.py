@@ -149,9 +149,9 @@ def test_an_order_by_hand_outlives_a_request_that_joined_it(store: GatedStore) -
 def test_a_request_that_joins_what_another_has_cancelled_fetches_it_anew(store: GatedStore) -> None:
     """The first read of a batch has begun, the rest was cancelled: who comes then misses nothing."""
     with engine_with(store) as engine:
-        io = engine.cache._binding.io
-        assert io is not None
-        io._chunk_bytes = 1  # one page a chunk
+        attached = engine.cache._binding.slot.current
+        assert attached is not None
+        attached.io._chunk_bytes = 1  # one page a chunk
         match = match_of(engine, PROMPT)
         store.gate.clear()
         go_on_without(engine, match, store)

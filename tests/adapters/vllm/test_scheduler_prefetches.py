@@ -142,7 +142,7 @@ def test_what_came_is_loaded_though_storage_hangs_in_one_page(
     engine = start(io_threads=4, prefetch_policy="wait_complete", **ranks)
     last = parts_of(engine)[-1]
     for part in parts_of(engine):
-        part._io._breaker._hang_s = 0.1
+        part.stores.current.io._breaker._hang_s = 0.1
     gate = Gate()
     gate.close()
 
