@@ -22,6 +22,14 @@ settings.register_profile("thorough", parent=settings.get_profile("default"), ma
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+_LONG = ("test_server_streams", "test_cluster_demo", "test_bench_acceptance", "test_old_release", "test_random_load")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes a minute, so that no worker is alone with it at the end."""
+    items.sort(key=lambda item: item.path.stem not in _LONG)
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("KVHOIST_") and name != "KVHOIST_CACHE_DIR"]:

@@ -1,6 +1,6 @@
 """Power cuts: whatever a disk may hold after one, no page comes back wrong, and every page that is whole comes back.
 
-KVHOIST_POWER_CUTS says how many images are tried (default 500, before a release 10000); each is a recording of a
+KVHOIST_POWER_CUTS says how many images are tried (default 300, before a release 10000); each is a recording of a
 random store's work, cut at a random point, in a third of them truncated or corrupted besides.
 """
 
@@ -25,7 +25,7 @@ from kvhoist.storage import Buffer, FileStore, Sealer, StorageIO
 from kvhoist.storage.file.segment import Segment
 from kvhoist.storage.record import HEADER_BYTES, identity_of
 
-NUM_CUTS = int(os.environ.get("KVHOIST_POWER_CUTS", "500"))
+NUM_CUTS = int(os.environ.get("KVHOIST_POWER_CUTS", "300"))
 CUTS_OF_ONE_RECORDING = 50
 CAPACITY = "512KiB"
 IDS = range(40)

@@ -95,7 +95,7 @@ def test_what_it_migrates_to_are_settings_that_there_are() -> None:
     assert set_here <= known
     named = {name for cell in here for name in re.findall(r"`([a-z_]+)`", cell)}
     assert named - known <= {"lru", "slru", "lfu", "arc", "recompute", "kv_connector_extra_config"} | {
-        *("kv_connector_module_path", "page_first_direct")
+        *("kv_connector_module_path", "page_first_direct", "kv_producer", "kv_consumer")
     }
     assert set_here | named >= {"host_bytes", "storage", "blocks_per_page", "eviction", "write_policy", "layerwise"}
 

@@ -21,7 +21,7 @@ from kvhoist.adapters.vllm.worker import WorkerSide
 from kvhoist.memory.arena import HostArena
 from kvhoist.mover import Mover
 
-SECONDS = float(os.environ.get("KVHOIST_SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("KVHOIST_SOAK_SECONDS", "30"))
 SEED = int(os.environ.get("KVHOIST_SOAK_SEED", "1"))
 MAX_GROWTH_BYTES = 24 << 20
 """What the allocator may keep; a host tier or a directory leaked by each engine would be more."""
