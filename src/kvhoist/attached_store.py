@@ -59,10 +59,13 @@ class AttachedStore:
         call of the store hangs, a thread waits for it to return and does the rest then. Idempotent.
         """
         deadline = time.monotonic() + timeout_s
-        self.io.close(drain=drain, timeout_s=timeout_s)
+        # A callback of the I/O may close it, in a thread that no other may wait for then.
+        ended = self.io.close(drain=drain, timeout_s=timeout_s)
         with self._lock:
             if self._ending is None:
-                self._ending = threading.Thread(target=self._end, name="kvhoist-store-close", daemon=True)
+                self._ending = threading.Thread(
+                    target=self._end, args=(ended,), name="kvhoist-store-close", daemon=True
+                )
                 self._ending.start()
         self._ending.join(max(_MOMENT_S, deadline - time.monotonic()))
         return self._let_go.is_set()
@@ -72,8 +75,9 @@ class AttachedStore:
         if self._ending is not None:
             self._ending.join()
 
-    def _end(self) -> None:
-        self.io.close(drain=False, timeout_s=_FOR_EVER_S)
+    def _end(self, ended: bool) -> None:
+        if not ended:
+            self.io.close(drain=False, timeout_s=_FOR_EVER_S)
         try:
             assert self._memory is not None, "one thread ends it, once"
             unregister_memory(self.store, self._memory)

@@ -223,7 +223,7 @@ class Binding:
             if ended:
                 self.arena.close()
             unfinished = self.plane.tracker.jobs()
-            pages = sum(job.num_pages for job in unfinished)
+            pages = sum(self.plane.tracker.num_left(job.id) for job in unfinished)
             if self._report is None:  # unless another thread closed it meanwhile
                 self._report = CloseReport(len(unfinished), pages, not ended, time.monotonic() - started)
             for job in unfinished:

@@ -72,12 +72,13 @@ class DetachTally:
         self._started = time.monotonic()
 
     def report(self, memory_kept: bool) -> DetachReport:
-        left = [job for job in self._plane.tracker.jobs() if job.kind in (JobKind.PERSIST, JobKind.PREFETCH)]
+        tracker = self._plane.tracker
+        left = [job.id for job in tracker.jobs() if job.kind in (JobKind.PERSIST, JobKind.PREFETCH)]
         return DetachReport(
             self._store,
             persisted_pages=self._persists.pages - self._written,
             lost_pages=self._persists.failed_pages - self._failed,
-            hung_pages=sum(job.num_pages for job in left) if memory_kept else 0,
+            hung_pages=sum(map(tracker.num_left, left)) if memory_kept else 0,
             memory_kept=memory_kept,
             seconds=time.monotonic() - self._started,
         )

@@ -166,3 +166,17 @@ def test_a_process_sees_what_another_stores_and_outlives_its_death(stores: Any, 
     assert ours.num_segments()[1] == 0, "the dead process's segments were adopted"
     assert pages.read(ours, kept) == ["good"] * len(kept)
     assert ours.remove(pages.keys(kept)) == len(kept)
+
+
+def test_what_a_process_wrote_and_died_before_it_told_of_it_is_seen(stores: Any, pages: Any, monkeypatch: Any) -> None:
+    """Where the segment is not adopted, since it does not fit or the grace is long, nobody would ever tell of it."""
+    ours, theirs = stores.open(refresh_s=0.0, orphan_grace_s=1e9), stores.open()
+    pages.put(theirs, [1])
+    assert ours.exists(pages.keys([1])) == [True]
+    monkeypatch.setattr("kvhoist.storage.file.table.OwnTable._tell", lambda _: None)
+    pages.put(theirs, [2])
+    assert ours.exists(pages.keys([2])) == [False]
+    theirs.close()
+    ours._neighbours._next_orphan_check = 0.0
+    assert ours.exists(pages.keys([2])) == [True]
+    assert pages.read(ours, [1, 2]) == ["good", "good"]

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,3 +227,31 @@ def test_a_table_that_cannot_be_read_costs_its_segment_only(
         assert list(opened.faults()) == [bad]
         assert sorted(pages.read(opened, range(1, 4))).count("good") >= 2
     assert pages.read(reader, [99]) == ["missing"]
+
+
+@pytest.mark.parametrize("call", ["put", "remove", "get"])
+def test_a_call_that_begins_as_the_store_closes_touches_no_file_opened_since(
+    stores: Any, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The numbers of closed files are given to files that are opened then."""
+    store = stores.open()
+    pages.put(store, [1])
+    others = tmp_path / "others"
+    others.write_bytes(b"o" * (1 << 18))
+    opened: list[int] = []
+
+    def close_then() -> None:
+        monkeypatch.undo()
+        store.close()
+        opened.extend(os.open(others, os.O_RDWR) for _ in range(8))
+
+    monkeypatch.setattr(store, "_check_open", close_then)
+    acts = {
+        "put": lambda: pages.put(store, [2]) == [False],
+        "remove": lambda: store.remove(pages.keys([1])) == 0,
+        "get": lambda: pages.read(store, [1]) == ["missing"],
+    }
+    assert acts[call]()
+    for fd in opened:
+        os.close(fd)
+    assert others.read_bytes() == b"o" * (1 << 18)

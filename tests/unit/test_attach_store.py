@@ -294,6 +294,21 @@ def test_a_store_that_hangs_at_detach_keeps_its_pages_and_nothing_else(call: str
     assert not engine.cache.close().memory_kept
 
 
+@pytest.mark.parametrize("act", ["detach_store", "close"])
+def test_a_callback_in_a_thread_of_the_store_s_may_end_its_use(act: str) -> None:
+    engine = engine_of(MemoryStore("8MiB"))
+    engine.run(PROMPT)
+    empty(engine)
+    coming = engine.cache.prefetch(engine.cache.match(PROMPT))
+    assert coming is not None
+    reports: list[Any] = []
+    coming.add_done_callback(lambda _: reports.append(getattr(engine.cache, act)(timeout_s=20)))
+    until(lambda: bool(reports), "it does not wait for itself")
+    assert not reports[0].memory_kept
+    assert reports[0].seconds < 10
+    engine.cache.close()
+
+
 def test_no_time_at_all_is_enough_where_nothing_hangs() -> None:
     with engine_of(MemoryStore("8MiB")) as engine:
         engine.run(PROMPT)

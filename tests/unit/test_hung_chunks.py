@@ -165,3 +165,21 @@ def test_a_persist_that_hangs_in_one_page_keeps_that_page_alone(
     assert tiers()["storage"].ready_pages == 8
     assert engine.cache.stats().jobs["persist"]["jobs"] == 1
     assert engine.cache.evict("host", 12) == 6
+
+
+def test_a_detach_that_waits_no_longer_for_one_part_gives_the_others_back(
+    hung: Callable[..., TinyEngine], store: HangingStore
+) -> None:
+    """The call has not run for as long as the breaker calls a hang, and nobody watches it any more."""
+    engine = hung(prefetch_policy="wait_complete", acquire_timeout_s=10 * DEADLINE_S)
+    attached = engine.cache._binding.slot.current
+    assert attached is not None
+    attached.io._breaker._hang_s = 1e6
+    coming = engine.cache.prefetch(engine.cache.match(PROMPT))
+    assert coming is not None
+    until(lambda: attached.io.stats().prefetched_pages == 7, "the others are read")
+    report = engine.cache.detach_store(drain=False, timeout_s=0.1)
+    assert (report.memory_kept, report.hung_pages) == (True, 1)
+    assert engine.cache.stats().directory.tiers["host"].filling_pages == 1
+    assert engine.run(PROMPT)["host"] == 5 * PAGE_TOKENS, "a later request does not wait for what hangs"
+    engine.cache.audit()

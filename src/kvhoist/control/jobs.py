@@ -134,6 +134,11 @@ class JobTracker:
         """Tell whether a part of an open job is finished: the ranks say so only where the rest hangs."""
         return bool(self._open[job_id].settled)
 
+    def num_left(self, job_id: int) -> int:
+        """Count the pages of an open job that are not finished."""
+        entry = self._open[job_id]
+        return entry.job.num_pages - len(entry.settled)
+
     def lose_rank(self, rank: int) -> list[Finished]:
         """Declare a rank dead and return the jobs that this finishes. Idempotent."""
         if not 0 <= rank < self.num_ranks:

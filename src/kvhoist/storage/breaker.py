@@ -123,8 +123,10 @@ class Breaker:
             return None
 
     def close(self) -> None:
+        """Watch no more. Calls that run now count as hanging: nobody waits for them any longer."""
         with self._changed:
             self._closed = True
+            self._hung.update(self._running)
             self._changed.notify_all()
 
     def _hang(self) -> str | None:

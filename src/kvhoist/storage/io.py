@@ -136,7 +136,8 @@ class StorageIO:
         """Stop: with `drain` finish what is queued, else cancel what has not begun; the running parts are waited for.
 
         Returns whether every future is done and every thread gone after `timeout_s`. What is still queued then is
-        cancelled; a part that hangs in the store keeps its buffers, and its future stays open. The store is not closed.
+        cancelled; a part that hangs in the store keeps its buffers, and its future stays open, but the others are told
+        (`on_part`). The store is not closed.
         Idempotent. A callback of one of its futures may call it: the thread that runs it is not waited for.
         """
         deadline = self._clock() + timeout_s
@@ -144,6 +145,7 @@ class StorageIO:
         if not self._queue.wait_idle(timeout_s):
             self._queue.close(discard=True)
         self._breaker.close()
+        self._tell_parts()
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
             thread.join(max(0.0, deadline - self._clock()))
@@ -221,8 +223,11 @@ class StorageIO:
     def _watch(self) -> None:
         while (why := self._breaker.wait_for_hang()) is not None:
             self._fail_waiting(why, lambda _: True)
-            for chunk in self._queue.running():
-                _end(chunk.batch.tell_part)
+            self._tell_parts()
+
+    def _tell_parts(self) -> None:
+        for chunk in self._queue.running():
+            _end(chunk.batch.tell_part)
 
     def _fail_waiting(self, reason: str, matches: Callable[[Chunk], bool]) -> None:
         for chunk in self._queue.take_waiting(matches):

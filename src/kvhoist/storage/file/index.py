@@ -28,10 +28,12 @@ class Index:
 
     `foreign` has the pages that are served from other processes' segments: none that an owned segment holds. Where else
     in those segments a page lies stands in `copies`: should the copy that is served go, the first of them takes over.
+    Once `closed` nothing is written any more: the numbers of closed files soon are those of others.
     """
 
     def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
+        self.closed = False
         self.pending: set[bytes] = set()
         self.foreign: dict[bytes, Place] = {}
         self.copies: dict[bytes, list[Place]] = {}
@@ -92,7 +94,7 @@ class Index:
         """Give out up to `count` free slots of that pitch, neighbours as far as possible."""
         places: list[Place] = []
         size_class = self._classes.get(pitch_bytes)
-        for shelf in size_class.shelves if size_class else ():
+        for shelf in size_class.shelves if size_class and not self.closed else ():
             while shelf.free and len(places) < count:
                 places.append(Place(shelf, heapq.heappop(shelf.free)))
                 shelf.num_writing += 1
@@ -119,7 +121,7 @@ class Index:
 
     def unpublish(self, identity: bytes) -> Place | None:
         """Take a page out of sight. Its slot is not free before `give_back`."""
-        for size_class in self._classes.values():
+        for size_class in self._classes.values() if not self.closed else ():
             place = size_class.pages.pop(identity, None)
             if place is not None:
                 self._empty(place)
@@ -198,6 +200,13 @@ class Index:
         for shelf in empty:
             self.drop_shelf(shelf)
         return empty
+
+    def give_up_all(self) -> list[Shelf]:
+        """Let go of all segments, and return them."""
+        shelves = [*self.owned_shelves(), *self.foreign_shelves.values()]
+        for shelf in shelves:
+            shelf.gone = True
+        return shelves
 
     def audit(self) -> None:
         """Recount everything. Raises StorageError that names what does not hold."""

@@ -123,8 +123,8 @@ class Neighbours:
     def _give_up_unlinked(self) -> None:
         """Give up owned segments that somebody deleted: what lies in them ends with this process."""
         with self._grow_lock, self._lock:
-            gone = [shelf for shelf in self._index.owned_shelves() if shelf.segment.is_unlinked()]
-            gone = [shelf for shelf in gone if not shelf.num_writing]
+            idle = [shelf for shelf in self._index.owned_shelves() if not shelf.num_writing]
+            gone = [shelf for shelf in idle if shelf.segment.is_unlinked()]
             for shelf in gone:
                 self._index.drop_shelf(shelf)
         for shelf in gone:
@@ -265,6 +265,7 @@ class Neighbours:
             return
         if shelf.orphan_since is None:
             shelf.orphan_since = self._clock()
+            self._rescan(shelf)  # its owner may have died between its last headers and their generation
         if self._clock() - shelf.orphan_since < self._orphan_grace_s:
             segment.unlock()
             return

@@ -59,7 +59,9 @@ class Reader:
         with self._lock:
             for number, identity in enumerate(identities):
                 place = self._index.find(identity)
-                if place is not None and len(blobs[number]) <= place.shelf.segment.pitch_bytes:
+                if place is None or place.shelf.closed:
+                    continue
+                if len(blobs[number]) <= place.shelf.segment.pitch_bytes:
                     self._index.touch(identity, place)
                     place.shelf.num_users += 1
                     places[number] = place

@@ -226,11 +226,10 @@ class FileStore:
         with self._lock:
             self._closed = True
             self._lock.wait_for(lambda: not self._index.pending, timeout=_CLOSE_TIMEOUT_S)
+            self._index.closed = True
         self._syncer.flush()
         with self._lock:
-            shelves = [*self._index.owned_shelves(), *self._index.foreign_shelves.values()]
-            for shelf in shelves:
-                shelf.gone = True
+            shelves = self._index.give_up_all()
         for shelf in shelves:
             shelf.close_if_unused(self._lock)
 

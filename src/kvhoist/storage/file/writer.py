@@ -184,6 +184,8 @@ class Writer:
     def _make_room(self, pitch_bytes: int, count: int) -> bool:
         """Free or make at least one slot, or at least some capacity; False where nothing more can be done."""
         with self._lock:
+            if self._index.closed:
+                return False
             num_slots = self._index.growth(pitch_bytes) if time.monotonic() >= self._full_until else 0
         if num_slots and self._create(pitch_bytes, num_slots):
             return True
