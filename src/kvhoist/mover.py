@@ -274,8 +274,9 @@ class Mover:
 
     def _told(self, transfer: Transfer, outcomes: PageOutcomes) -> Completion:
         """Return what storage tells of a job as its answer, once the copies know what has arrived."""
-        if self._copies is not None:
-            self._copies.arrived(newly_arrived(transfer.job, transfer.told_pages, outcomes))
+        with transfer.telling:  # a part and the whole may be told at once: neither before the copies know
+            if self._copies is not None:
+                self._copies.arrived(newly_arrived(transfer.job, transfer.told_pages, outcomes))
         return answer_of(transfer.job, self.rank, outcomes)
 
     def _answer(self, transfer: Transfer, answer: Completion, then: Callable[[], None] | None = None) -> None:

@@ -19,7 +19,7 @@ from kvhoist.control.write_back import num_unsafe, offload_victims
 from kvhoist.errors import ConfigError, PolicyError, StoreUnavailableError
 from kvhoist.geometry import CacheGroup
 from kvhoist.lease import Lease, Match
-from kvhoist.messages import Job, JobKind
+from kvhoist.messages import Job
 from kvhoist.platform.base import Event
 from kvhoist.stats import DetachReport
 from kvhoist.storage.base import Store
@@ -147,7 +147,7 @@ class TierMoves:
         with self._lock:
             self._binding.check_open()
             num_pages = self._plane.clear(self._plane.space(namespace) if namespace else None)
-            late = [job for job in self._plane.tracker.jobs() if job.kind is JobKind.PERSIST]
+            late = self._plane.flights.writes()
             attached = self._binding.slot.current
         if storage and attached is not None:
             store = attached.store

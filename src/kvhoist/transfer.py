@@ -26,6 +26,7 @@ class Transfer:
         self.job = job
         self.started = 0.0
         self.told_pages: set[int] = set()
+        self.telling = threading.Lock()
         self._index = {layer: i for i, layer in enumerate(layers)}
         self._arrived = 0
         self._marks: Sequence[tuple[int, Event]] = ()

@@ -328,6 +328,21 @@ def test_a_cache_closed_while_a_detached_store_hangs_keeps_the_memory_mapped() -
     until(lambda: [what for what, _ in store.memory] == ["register", "unregister"], "the end of the hung call")
 
 
+def test_a_new_store_can_be_cleared_though_a_write_to_the_old_one_hangs() -> None:
+    old, new = GatedStore("put"), MemoryStore("8MiB")
+    with engine_of(old, config=CacheConfig(lookup_timeout_s=0.1, acquire_timeout_s=0.1)) as engine:
+        old.gate.clear()
+        engine.run(PROMPT)
+        assert old.inside.acquire(timeout=30)
+        assert engine.cache.detach_store(timeout_s=0.1).memory_kept
+        engine.cache.attach_store(new)
+        engine.run([8] * 9)
+        until(lambda: new.stats().num_pages == 2)
+        engine.cache.clear(storage=True)
+        assert new.stats().num_pages == 0
+        old.gate.set()
+
+
 def test_an_answer_of_the_old_store_says_nothing_of_the_new_one() -> None:
     old, new = GatedStore("put"), MemoryStore("8MiB")
     with engine_of(old, config=CacheConfig(lookup_timeout_s=0.1, acquire_timeout_s=0.1)) as engine:

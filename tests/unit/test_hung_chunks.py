@@ -183,3 +183,28 @@ def test_a_detach_that_waits_no_longer_for_one_part_gives_the_others_back(
     assert engine.cache.stats().directory.tiers["host"].filling_pages == 1
     assert engine.run(PROMPT)["host"] == 5 * PAGE_TOKENS, "a later request does not wait for what hangs"
     engine.cache.audit()
+
+
+def test_the_whole_is_not_told_before_the_copies_know_of_a_part(
+    hung: Callable[..., TinyEngine], store: HangingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a load may begin before `debug_verify` has the digests of all its pages, and find them wrong."""
+    engine = hung(prefetch_policy="wait_complete", acquire_timeout_s=DEADLINE_S, debug_verify=True)
+    copies: Any = engine.cache._binding.mover._copies
+    remember, busy, goes_on = copies.arrived, threading.Event(), threading.Event()
+
+    def remember_slowly(pages: Sequence[int]) -> None:
+        if len(pages) == 7 and not busy.is_set():
+            busy.set()
+            assert goes_on.wait(DEADLINE_S)
+        remember(pages)
+
+    monkeypatch.setattr(copies, "arrived", remember_slowly)
+    coming = engine.cache.prefetch(engine.cache.match(PROMPT))
+    assert coming is not None
+    assert busy.wait(DEADLINE_S)
+    store.gate.set()
+    threading.Timer(0.2, goes_on.set).start()
+    coming.result(DEADLINE_S)
+    assert engine.run(PROMPT)["host"] == 8 * PAGE_TOKENS
+    assert engine.cache.stats().num_mismatches == 0

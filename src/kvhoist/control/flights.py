@@ -166,6 +166,11 @@ class Flights:
         self._outbox.append(job)
         return job
 
+    def writes(self) -> list[Job]:
+        """Return the jobs that write to the storage in use."""
+        jobs = [job for job in self._tracker.jobs() if job.kind is JobKind.PERSIST]
+        return [job for job in jobs if not self._flights[job.id].stale]
+
     def forget_storage(self) -> None:
         """Book nothing of what jobs under way find or write in storage. Their pages and pins are settled as ever."""
         self._filling[Tier.STORAGE].clear()

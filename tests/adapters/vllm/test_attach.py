@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,6 +242,26 @@ def test_an_engine_that_takes_no_step_is_told_of_and_the_wish_is_taken_back(
     engine.run()
     assert not side(engine).stores.is_asked
     assert side(engine).stores.state == "no store attached"
+
+
+@pytest.mark.skipif(not STEPS_WHILE_IDLE, reason="this vLLM takes no step without requests")
+def test_an_engine_rests_though_its_wish_ended_while_who_asked_was_about_to_ask_for_a_step(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = sim()
+    wishes = side(engine).stores
+    calls = itertools.count()
+
+    def step_meanwhile() -> float:
+        if next(calls) == 1:  # the asker has seen that its wish is not granted
+            assert wishes.next_order() is wishes.next_order() is None
+        return 0.0
+
+    monkeypatch.setattr(stores, "time", SimpleNamespace(monotonic=step_meanwhile))
+    with pytest.raises(StorageError, match="no store to detach"):
+        wishes.detach(drain=True, timeout_s=1.0)
+    monkeypatch.undo()
+    assert not engine.connector.has_pending_push_work()
 
 
 def test_a_step_looks_at_no_wish_where_there_is_none(sim: Sim, monkeypatch: pytest.MonkeyPatch) -> None:

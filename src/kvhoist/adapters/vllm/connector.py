@@ -178,7 +178,7 @@ class KvhoistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Tell vLLM whether to take a step though no request needs one: an idle engine's store is to change."""
-        return self._scheduler is not None and self._scheduler.stores.wants_step
+        return self._scheduler is not None and self._scheduler.stores.is_asked and self._scheduler.stores.wants_step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         said = self._scheduler.request_finished(request) if self._scheduler is not None else None

@@ -123,8 +123,7 @@ class Neighbours:
     def _give_up_unlinked(self) -> None:
         """Give up owned segments that somebody deleted: what lies in them ends with this process."""
         with self._grow_lock, self._lock:
-            idle = [shelf for shelf in self._index.owned_shelves() if not shelf.num_writing]
-            gone = [shelf for shelf in idle if shelf.segment.is_unlinked()]
+            gone = [one for one in self._index.owned_shelves() if not one.num_writing and one.segment.is_unlinked()]
             for shelf in gone:
                 self._index.drop_shelf(shelf)
         for shelf in gone:
