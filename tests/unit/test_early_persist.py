@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from mover_support import DEADLINE_S, NAMESPACE, HeldStore, Rank, blob_of, page_hash, storage_key, until
 
+from kvhoist import early_persist
 from kvhoist.early_persist import EarlyPersist
 from kvhoist.errors import ClosedError
 from kvhoist.messages import Job, JobKind
 from kvhoist.platform.cpu import CpuEvent
-from kvhoist.storage import FileStore
+from kvhoist.storage import FileStore, MemoryStore
 from kvhoist.storage.outcomes import CANCELLED, NOT_STORED, QUEUE_FULL
 
 ONE_BY_ONE = {"num_threads": 1, "chunk_bytes": 1}
@@ -564,6 +565,40 @@ def test_storage_that_closes_under_waiting_persist_jobs_answers_them(store: Held
         done = waiting.result(DEADLINE_S)
         assert done.failed_pages == (1,)
         assert "closed" in str(done.error)
+
+
+class OneHangs(HeldStore):
+    """Holds the page number 3 up, and no other."""
+
+    def put(self, keys: Any, headers: Any, blobs: Any) -> list[bool]:
+        if storage_key(3) in keys:
+            return super().put(keys, headers, blobs)
+        return MemoryStore.put(self, keys, headers, blobs)
+
+
+@pytest.mark.parametrize("asked_before", [True, False], ids=["asked before it hung", "asked when it hung"])
+def test_a_write_that_hangs_in_one_page_keeps_that_page_alone(
+    asked_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_persist, "_MOST_WAIT_S", 0.05)
+    store = OneHangs()
+    store.gate.clear()
+    with early(store, io_options={"num_threads": 4, "chunk_bytes": 1, "hang_s": 0.1}) as rank:
+        rank.offload([1, 2, 3], [0, 1, 2])
+        if not asked_before:
+            until(lambda: rank.io.stats().fenced)
+        waiting = rank.submit(JobKind.PERSIST, [2, 3, 1], [1, 2, 0])
+        until(lambda: rank.answers[-1].pending_pages == (1,))
+        part = rank.answers[-1]
+        assert (part.id, part.failed_pages, part.error) == (waiting.job.id, (), None)
+        assert part.bytes == 2 * rank.group.page_bytes
+        assert not waiting.done
+        assert rank.offload([5], [0]).error is None, "the page beside the hung one is free"
+        assert rank.offload([6], [2]).failed_pages == (0,), "storage reads this one"
+        store.gate.set()
+        assert waiting.result(DEADLINE_S).failed_pages == ()
+        assert rank.mover.wait_idle(DEADLINE_S)
+    assert {storage_key(number) for number in (1, 2, 3)} <= contents(store).keys()
 
 
 def test_many_threads_and_few_pages_each_job_is_answered_once_and_each_blob_is_its_keys(store: HeldStore) -> None:
