@@ -23,15 +23,16 @@ class Acquisition:
     Requests that want the same page share its transfer. A page that failed ends the prefix there.
     """
 
-    def __init__(self, plane: ControlPlane, match: Match, transfers: dict[int, Transfer], for_whom: str) -> None:
+    def __init__(self, plane: ControlPlane, match: Match, binding: Binding, for_whom: str) -> None:
         self.transfers: list[Transfer] = []
         self.pins = plane.pins()
         self._plane = plane
         self._space = match.space
         self._keys = list(match.keys)
         self._limit = len(self._keys)
-        self._all_transfers = transfers
+        self._all_transfers = binding.transfers
         self._for_whom = for_whom
+        self._waits = binding.prefetching.waits  # else pages from storage are brought for later requests
         self.joined: set[int] = set()
         self._found_in: dict[int, Tier] = {}
         self._ready: list[Entry] = []
@@ -73,12 +74,12 @@ class Acquisition:
         coming = {key for key in late.job.keys if self._brings(late, key)}
         first = next((i for i, key in enumerate(self._keys[: self._limit]) if key in coming), self._limit)
         self._limit = first
-        self._plane.flights.leave(late.job.id, self.pins)
+        self._leave(late.job.id)
 
     def leave(self) -> None:
         """Wait for no prefetch any more."""
         for job_id in self.joined:
-            self._plane.flights.leave(job_id, self.pins)
+            self._leave(job_id)
 
     def only_loads(self, waits: list[Transfer]) -> bool:
         """Tell whether nothing but loads is under way."""
@@ -147,6 +148,10 @@ class Acquisition:
         self.joined |= job_ids
         return job_ids
 
+    def _leave(self, job_id: int) -> None:
+        flights = self._plane.flights
+        (flights.leave if self._waits else flights.pass_by)(job_id, self.pins)
+
     def _brings(self, prefetch: Transfer, key: bytes) -> bool:
         entry = self._plane.directory.find(self._space, key)
         return entry is not None and self._plane.flights.job_filling(entry, Tier.HOST) == prefetch.job.id
@@ -174,7 +179,7 @@ def run(
 ) -> list[Transfer]:
     """Step until the prefix is there or `timeout_s` passed; return the loads under way (layer-wise leases only). Pages
     from storage that are late by the prefetch policy end the prefix. Prefetches that nobody waits for when this ends,
-    however it does, are cancelled as far as they have not begun."""
+    however it does, are cancelled as far as they have not begun; with `best_effort` they go on."""
     began = time.monotonic()
     try:
         while True:

@@ -162,7 +162,7 @@ class HierarchicalCache(TierMoves):
         limit = self.config.acquire_timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         with self._lock:
             self._check(match)
-            way = acquire.Acquisition(self._plane, match, self._binding.transfers, for_whom)
+            way = acquire.Acquisition(self._plane, match, self._binding, for_whom)
         try:
             self._clean(match.num_pages - match.pages_by_tier["device"])
             loads = acquire.run(way, self._lock, self._binding, timeout_s=limit, layerwise=layerwise)

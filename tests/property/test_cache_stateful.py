@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -134,6 +136,8 @@ class CacheLife(RuleBasedStateMachine):
     def restart(self, drain):
         self.pins.clear()
         self.engine.cache.close(drain=drain)
+        if self.store is None:  # then nothing is staged for it
+            self.options["config"] = replace(self.options["config"], host_retain=None)
         self.engine = TinyEngine(store=self.store, **self.options)
 
     @invariant()

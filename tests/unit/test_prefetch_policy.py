@@ -77,7 +77,9 @@ def test_pages_that_nobody_waits_for_are_not_read(store: GatedStore) -> None:
     with TinyEngine(device_pages=12, host_pages=12, store=store) as engine:
         engine.run(other)
         assert engine.cache.flush(DEADLINE_S)
-    with engine_with(store, prefetch_policy="best_effort") as engine:
+    with engine_with(store, prefetch_timeout_s=0.02) as engine:
+        found = [engine.cache.match(prompt).num_pages for prompt in (PROMPT, other)]  # before the one thread is held
+        assert found == [10, 10]
         for prompt in (PROMPT, other):
             assert sum(engine.run(prompt).values()) == 0
         store.gate.set()
@@ -86,6 +88,19 @@ def test_pages_that_nobody_waits_for_are_not_read(store: GatedStore) -> None:
         assert stats is not None
         assert stats.cancelled_pages >= 10
         assert stats.cancelled_pages + store.num_read == 20
+
+
+def test_what_best_effort_does_not_wait_for_is_there_for_the_next_request(store: GatedStore) -> None:
+    with engine_with(store, prefetch_policy="best_effort") as engine:
+        assert sum(engine.run(PROMPT).values()) == 0
+        store.gate.set()
+        assert engine.cache.flush(DEADLINE_S)
+        engine.cache.evict("device", 24)
+        assert engine.run(PROMPT)["host"] == 10 * PAGE_TOKENS
+        assert engine.cache.stats().prefetches.by_outcome() == {
+            "asked": 10, "hit": 10, "late": 10, "cancelled": 0, "useless": 0
+        }  # fmt: skip
+        engine.cache.audit()
 
 
 def test_wait_complete_waits(store: GatedStore) -> None:
@@ -118,10 +133,11 @@ def test_another_request_that_waits_keeps_its_pages_coming(store: GatedStore) ->
 def test_what_the_host_tier_has_is_loaded_though_the_rest_is_late(store: GatedStore) -> None:
     config = CacheConfig(prefetch_policy="best_effort")
     with TinyEngine(device_pages=12, host_pages=40, store=store, config=config) as engine:
+        store.gate.set()
         engine.run([*PROMPT[: 4 * PAGE_TOKENS], 1])
         assert engine.cache.flush(DEADLINE_S)
-        engine.run(list(range(1000, 1000 + 12 * PAGE_TOKENS)))  # evicts them from the device
-        assert engine.cache.flush(DEADLINE_S)
+        store.gate.clear()
+        engine.cache.evict("device", 12)
         assert engine.run(PROMPT) == {"device": 0, "host": 4 * PAGE_TOKENS, "storage": 0}
         store.gate.set()
 
@@ -147,7 +163,7 @@ def test_page_ids_come_back_where_an_acquire_fails_in_the_middle(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("planted")
 
-    with engine_with(store, prefetch_policy="best_effort") as engine:
+    with engine_with(store, prefetch_timeout_s=0.02) as engine:
         binding = engine.cache._binding
         owner = {"prefetch": binding.plane, "give_up": Acquisition, "cancel": binding.mover}[where]
         match = engine.cache.match(PROMPT, max_tokens=len(PROMPT) - 1)

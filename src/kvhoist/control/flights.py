@@ -110,10 +110,12 @@ class Flights:
         """Never cancel the job: its pages are wanted by one who does not join."""
         self._flights[job_id].kept = True
 
-    def pass_by(self, job_id: int) -> None:
-        """A request goes on without waiting for the job, which goes on, too."""
-        flight = self._flights[job_id]
-        flight.deserted = not flight.joined
+    def pass_by(self, job_id: int, pins: Pins | None = None) -> None:
+        """A request (whose `pins` had joined) goes on without waiting for the job, which goes on, too."""
+        flight = self._flights.get(job_id)
+        if flight is not None and flight.kind is JobKind.PREFETCH:
+            flight.joined = [joined for joined in flight.joined if joined is not pins]
+            flight.deserted = not flight.joined
 
     def is_cancelled(self, job_id: int) -> bool:
         return job_id in self._flights and self._tracker.is_cancelled(job_id)

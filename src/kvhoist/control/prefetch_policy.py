@@ -36,5 +36,10 @@ class PrefetchPolicy:
             return cls(0.0)
         return cls(math.inf) if name == PrefetchWait.WAIT_COMPLETE else cls(base_s, per_page_s)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a request waits at all."""
+        return self.limit_s(1) > 0
+
     def limit_s(self, num_pages: int) -> float:
         return self.base_s + self.per_page_s * num_pages
