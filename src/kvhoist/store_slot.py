@@ -63,7 +63,9 @@ class StoreSlot:
                 check_open()
                 if self.current is not None:
                     raise StorageError(
-                        "this cache has a store already", got=self.state, remedy="Detach it first (detach_store)."
+                        "this cache has a store already",
+                        got=self.state,
+                        remedy="Detach it first: detach_store(), or kvhoist detach.",
                     )
             attached = self._open(target)
             try:

@@ -129,7 +129,7 @@ def test_which_cache_is_meant_must_be_clear(tmp_path: Path) -> None:
         assert unclear.exit_code == 2
         assert "several caches are meant" in unclear.stderr
         assert f"--pid {two.process.pid} --cache 1" in unclear.stderr
-        assert "no cache is meant" in run("detach", "--pid", 1).stderr
+        assert "no cache of process 1 runs" in run("detach", "--pid", 1).stderr
         assert run("attach", "memory:", "--cache", 1).exit_code == 0
         stores = [row["store"] for row in document("ps")["caches"]]
         assert stores == ["no store attached", "attached: memory:"]

@@ -81,7 +81,7 @@ def test_a_page_not_stored_by_policy_says_why() -> None:
     made.note_skipped(space, A, "write_through_selective waits for 2 hits")
     miss = explained(made, space).miss
     assert miss.kind is MissKind.NOT_STORED
-    assert "by policy" in miss.text
+    assert "was not stored at " in miss.text
     assert "write_through_selective waits for 2 hits" in miss.text
 
 

@@ -165,7 +165,7 @@ def _told(happened: Happened) -> str:
     texts = {
         What.EVICTED: f"was evicted from {tier} at {when}" + (f", to make room for {reason}" if reason else ""),
         What.FAILED: f"could not be brought to {tier} at {when}{because}",
-        What.SKIPPED: f"was not stored, by policy, at {when}{because}",
+        What.SKIPPED: f"was not stored at {when}{because}",
         What.CLEARED: f"was cleared from {tier} at {when}",
         What.DROPPED: f"was taken out of {tier} at {when}{because}",
     }
