@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from typing import IO
 
 from kvhoist.errors import MissingDependencyError, StoreUnavailableError
 from kvhoist.storage.mooncake import MooncakeOptions
+from kvhoist.storage.mooncake.programs import program
 
 _START_S = 20.0
 _LENDER = """
@@ -40,7 +39,7 @@ class Cluster:
     def start(self) -> None:
         """Start the master and wait until it answers. Raises StoreUnavailableError where it does not."""
         port, metrics_port = f"--rpc_port={self._port}", f"--metrics_port={self._metrics_port}"
-        command = [_program() or "mooncake_master", port, "--rpc_address=127.0.0.1", metrics_port]
+        command = [program("mooncake_master"), port, "--rpc_address=127.0.0.1", metrics_port]
         self._master = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         _await_port(self._port)
 
@@ -57,15 +56,17 @@ class Cluster:
 
 def has_mooncake() -> bool:
     """Tell whether a cluster can be started here."""
-    return _program() is not None
+    try:
+        program("mooncake_master")
+    except MissingDependencyError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
 def running_cluster(lent_bytes: int) -> Iterator[Cluster]:
     """Start a master and a process that lends memory, and end them. Raises MissingDependencyError without Mooncake,
     StoreUnavailableError where it does not start."""
-    if not has_mooncake():
-        raise MissingDependencyError("there is no mooncake_master", remedy="Install kvhoist[mooncake].")
     with tempfile.TemporaryFile() as log, contextlib.ExitStack() as undo:
         cluster = Cluster(log)
         undo.callback(cluster.kill)
@@ -82,11 +83,6 @@ def running_cluster(lent_bytes: int) -> Iterator[Cluster]:
             told = log.read()[-500:].decode(errors="replace")
             raise StoreUnavailableError(f"the process that lends {lent_bytes} bytes did not start", got=told)
         yield cluster
-
-
-def _program() -> str | None:
-    name = "mooncake_master"
-    return shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
-import sysconfig
 from pathlib import Path
 
 from kvhoist.demo.child import ChildProcess, free_port, stop_all
-from kvhoist.errors import MissingDependencyError
+from kvhoist.storage.mooncake.programs import program
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 """In the place of two machines."""
@@ -25,7 +24,7 @@ class Cluster:
         port = free_port(HOSTS[0])
         self.address = f"{HOSTS[0]}:{port}"
         command = [
-            *(_program("mooncake_master"), f"--rpc_address={HOSTS[0]}", f"--rpc_port={port}"),
+            *(program("mooncake_master"), f"--rpc_address={HOSTS[0]}", f"--rpc_port={port}"),
             f"--metrics_port={free_port(HOSTS[0])}",
         ]
         self.master = _child("mooncake_master", command, logs / "mooncake-master.log", (HOSTS[0], port))
@@ -52,7 +51,7 @@ class Cluster:
     def _lender(self, host: str, logs: Path, segment_bytes: int) -> ChildProcess:
         port = free_port(host)
         command = [
-            *(_program("mooncake_client"), f"--master_server_address={self.address}"),
+            *(program("mooncake_client"), f"--master_server_address={self.address}"),
             *("--metadata_server=P2PHANDSHAKE", f"--host={host}", f"--port={port}"),
             f"--global_segment_size={segment_bytes}",
         ]
@@ -61,17 +60,6 @@ class Cluster:
 
 def _child(name: str, command: list[str], log: Path, address: tuple[str, int]) -> ChildProcess:
     return ChildProcess(name, command, log, lambda: _listens(address))
-
-
-def _program(name: str) -> str:
-    program = Path(sysconfig.get_path("scripts")) / name
-    if not program.exists():
-        raise MissingDependencyError(
-            f"there is no {name}",
-            got=str(program),
-            remedy="Install kvhoist[mooncake] (without CUDA: mooncake-transfer-engine-non-cuda).",
-        )
-    return str(program)
 
 
 def _listens(address: tuple[str, int]) -> bool:
