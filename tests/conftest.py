@@ -22,7 +22,10 @@ settings.register_profile("thorough", parent=settings.get_profile("default"), ma
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-_LONG = ("test_server_streams", "test_cluster_demo", "test_bench_acceptance", "test_old_release", "test_random_load")
+_LONG = (
+    *("test_engine_soak", "test_server_streams", "test_cluster_demo", "test_bench_acceptance"),
+    *("test_old_release", "test_random_load"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

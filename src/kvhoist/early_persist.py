@@ -52,12 +52,12 @@ class EarlyPersist:
         """Announce the early write of an OFFLOAD job whose bytes are in place: before the job is answered, since its
         pages may be asked for or given away from then on. Returns the call that starts the write, which must follow;
         None where pages are not written early."""
-        batch = EarlyWrite(job)
-        writes = {page: (batch, i) for i, page in enumerate(job.host_pages)}
         with self._changed:
             io = self._io
             if io is None or not self._early:
                 return None
+            batch = EarlyWrite(job, io)
+            writes = {page: (batch, i) for i, page in enumerate(job.host_pages)}
             self._unclaimed.update(writes)
             self._reading.update(writes)
         batch.future.add_done_callback(partial(self._ended, batch))
@@ -73,7 +73,11 @@ class EarlyPersist:
         with self._changed:
             io = self._io
             found = {i: self._unclaimed.pop(page) for i, page in enumerate(job.host_pages) if page in self._unclaimed}
-        found = {i: early for i, early in found.items() if early[0].job.page_key(early[1]) == job.page_key(i)}
+        found = {
+            i: (batch, place)
+            for i, (batch, place) in found.items()
+            if batch.job.page_key(place) == job.page_key(i) and (io is None or batch.store is io)
+        }
         if not found:
             return self._write(io, job, range(job.num_pages), on_part)
         gathered = GatheredPersist(job, partial(self._write, io, job), on_part, self._arena.layout.group.page_bytes)
@@ -126,11 +130,11 @@ class EarlyPersist:
             return self._changed.wait_for(lambda: not self._reading, timeout_s)
 
     def detach(self, *, drain: bool) -> None:
-        """Start no more early writes and answer no PERSIST job from earlier ones; without `drain` cancel those that
-        storage has not begun. Those under way keep their pages as before. Idempotent, never blocks."""
+        """Start no more early writes; without `drain` cancel those that storage has not begun. Those under way keep
+        their pages as before, and answer PERSIST jobs that hold these pages meanwhile. Idempotent, never blocks."""
         with self._changed:
             self._io = None
-            self._unclaimed.clear()
+            self._unclaimed = {page: e for page, e in self._unclaimed.items() if self._reading.get(page) == e}
             running = {batch for batch, _ in self._reading.values()}
         for batch in () if drain else running:
             batch.cancel()

@@ -246,11 +246,11 @@ class Mover:
 
     def _submit_io(self, transfer: Transfer) -> None:
         job, io = transfer.job, self._io
-        if io is None:
-            raise no_store(job)
         on_part = lambda part: self._on_complete(self._told(transfer, part))  # noqa: E731
         if job.kind is JobKind.PERSIST and self._writes_early:
             future, cancel = self._early.persist(job, on_part)
+        elif io is None:
+            raise no_store(job)
         else:
             future = start_storage_job(io, self._arena, self._shard, job, on_part)
             cancel = partial(io.cancel, future)

@@ -23,8 +23,10 @@ class Persisting(NamedTuple):
 class EarlyWrite:
     """The early write of the pages of one OFFLOAD job, announced first and started a little later."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, store: object) -> None:
+        """`store`: what it is written to."""
         self.job = job
+        self.store = store
         self.future: Future[PageOutcomes] = Future()
         self.awaited_until: float | None = None
         self._cancel_write: Callable[[], bool] | None = None

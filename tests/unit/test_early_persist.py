@@ -16,7 +16,8 @@ from kvhoist.early_persist import EarlyPersist
 from kvhoist.errors import ClosedError
 from kvhoist.messages import Job, JobKind
 from kvhoist.platform.cpu import CpuEvent
-from kvhoist.storage import FileStore, MemoryStore
+from kvhoist.storage import FileStore, MemoryStore, Sealer
+from kvhoist.storage.io import StorageIO
 from kvhoist.storage.outcomes import CANCELLED, NOT_STORED, QUEUE_FULL
 
 ONE_BY_ONE = {"num_threads": 1, "chunk_bytes": 1}
@@ -599,6 +600,39 @@ def test_a_write_that_hangs_in_one_page_keeps_that_page_alone(
         assert waiting.result(DEADLINE_S).failed_pages == ()
         assert rank.mover.wait_idle(DEADLINE_S)
     assert {storage_key(number) for number in (1, 2, 3)} <= contents(store).keys()
+
+
+def test_a_page_that_a_detached_store_still_reads_is_held_by_the_job_that_asks_for_it() -> None:
+    store = OneHangs()
+    store.gate.clear()
+    with early(store, io_options=ONE_BY_ONE | {"num_threads": 4}) as rank:
+        rank.offload([3, 1], [0, 1])
+        until(lambda: storage_key(3) in store.begun)
+        until(lambda: rank.io.stats().persisted_pages == 1)
+        rank.mover.detach(drain=True)
+        asked = rank.submit(JobKind.PERSIST, [3, 2], [0, 2])
+        assert not asked.done, "its page is not to be given away"
+        store.gate.set()
+        done = asked.result(DEADLINE_S)
+        assert done.failed_pages == (1,)
+        assert "needs a store" in str(done.error)
+        with pytest.raises(ClosedError, match="needs a store"):
+            rank.mover.submit(Job(99, JobKind.PERSIST, NAMESPACE, 0, (page_hash(3),), (0,)))
+
+
+def test_what_a_detached_store_is_written_answers_for_no_other() -> None:
+    old, new = OneHangs(), HeldStore()
+    old.gate.clear()
+    with early(old) as rank:
+        rank.offload([3], [0])
+        until(lambda: storage_key(3) in old.begun)
+        rank.mover.detach(drain=True)
+        io = StorageIO(new, Sealer())
+        rank.mover.attach(io)
+        assert rank.submit(JobKind.PERSIST, [3], [0]).result(DEADLINE_S).error is None
+        check_stored(new, 3)
+        old.gate.set()
+        assert io.close(timeout_s=DEADLINE_S)
 
 
 def test_many_threads_and_few_pages_each_job_is_answered_once_and_each_blob_is_its_keys(store: HeldStore) -> None:

@@ -124,8 +124,11 @@ class Flights:
         """Tell whether the job has brought all that it will bring for now, and the rest hangs in storage."""
         return job_id in self._flights and self._tracker.hangs(job_id)
 
-    def send(self, kind: JobKind, space: Space, entries: list[Entry], device_blocks: Sequence[int]) -> Job | None:
-        """Open a job over `entries`, reserved where it fills a tier of pages. When it cannot be opened (ConfigError:
+    def send(
+        self, kind: JobKind, space: Space, entries: list[Entry], device_blocks: Sequence[int], *, stale: bool = False
+    ) -> Job | None:
+        """Open a job over `entries`, reserved where it fills a tier of pages; what a `stale` one does in storage counts
+        for nothing. When it cannot be opened (ConfigError:
         blocks that do not fit, no rank left) the reservations are taken back."""
         if not entries:
             return None
@@ -150,12 +153,15 @@ class Flights:
             if fills is not None and fills is not Tier.STORAGE:
                 self._directory.fail(entries, fills, f"{kind}: the job could not be opened")
             raise
-        if fills is not None:
+        if fills is not None and not stale:
             self._filling[fills].update(dict.fromkeys(entries, job.id))
-        self._flights[job.id] = _Flight(kind, space, entries)
+        self._flights[job.id] = _Flight(kind, space, entries, stale=stale)
         self._outbox.append(job)
         self._follow(kind, entries)
         return job
+
+    def is_stale(self, job_id: int) -> bool:
+        return self._flights[job_id].stale
 
     def is_open(self, job_id: int) -> bool:
         return job_id in self._flights

@@ -31,7 +31,8 @@ class ControlPlane:
     hands to every rank. Each rank's Completion comes back through `complete`, which may put further jobs (a persist
     after an offload) into the outbox. A device tier that the directory has no capacity for is foreign: its blocks are
     named by the caller, who keeps them untouched until the job is finished. Without `persists` storage is only read.
-    With a `host_retain` of 0 the host tier is staging only: what storage has is given up there, and not offloaded.
+    With a `host_retain` of 0 the host tier is staging only: what storage has is given up there, and not offloaded. With
+    `early_persist` ranks begin to write pages to storage before they are told to.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ControlPlane:
         has_storage: bool = False,
         persists: bool = True,
         host_retain: int | None = None,
+        early_persist: bool = False,
         clock: Callable[[], float],
         lookup_ttl_s: float = 1.0,
     ) -> None:
@@ -54,7 +56,7 @@ class ControlPlane:
         self.has_storage = has_storage
         self.persists = has_storage and persists
         self.tracker = JobTracker(num_ranks)
-        self._host_retain = host_retain
+        self._host_retain, self._early_persist = host_retain, early_persist
         self._staging = Staging(directory) if host_retain == 0 else None
         self.flights = Flights(directory, self.tracker, device_owned=device_owned, staging=self._staging)
         self._offers = Offers(directory, policy, group.blocks_per_page)
@@ -132,8 +134,8 @@ class ControlPlane:
         *,
         for_whom: str = "",
     ) -> Job | None:
-        """Copy keys[start:stop], all ready in the host tier, to the device: to `device_blocks` of a foreign one, to
-        pages reserved here of an owned one (as many leading ones as fit; None where none is lacking or fits)."""
+        """Copy keys[start:stop], all ready in the host tier, to `device_blocks` of a foreign device, to pages reserved
+        here of an owned one (as many leading ones as fit; None where none is lacking or fits)."""
         if device_blocks is not None:
             path = self.directory.chain(space, keys, 0, stop)
             entries, host = path[start:], READY[Tier.HOST]
@@ -149,8 +151,7 @@ class ControlPlane:
         return self.flights.send(JobKind.LOAD, space, entries, self._owned_blocks(entries))
 
     def prefetch(self, space: Space, keys: Sequence[bytes], start: int, stop: int, *, for_whom: str = "") -> Job | None:
-        """Read those of keys[start:stop] that the host tier lacks from storage; None where none is lacking or fits, or
-        storage was detached."""
+        """Read those of keys[start:stop] that the host tier lacks from storage; None for nothing or without storage."""
         if not self.has_storage:
             return None
         entries = self.directory.reserve(space, keys, start, stop, Tier.HOST, for_whom=for_whom)
@@ -183,8 +184,8 @@ class ControlPlane:
         *,
         for_whom: str = "",
     ) -> None:
-        """Make reserved pages of an owned device, now written, ready, and let the write policy decide on them.
-        `entries[j]` is the page of `keys[indices[j]]`, ascending."""
+        """Make reserved pages of an owned device, now written, ready, and let the write policy decide on them. Page
+        `entries[j]` is that of `keys[indices[j]]`, ascending."""
         self.directory.publish(entries, Tier.DEVICE)
         if entries:
             self.write(space, keys, indices[0], indices[-1] + 1, for_whom=for_whom)
@@ -194,8 +195,7 @@ class ControlPlane:
     def complete(self, completion: Completion) -> Finished | None:
         """Book one rank's answer. With the last one the pages become ready or fail, pins go, follow-up jobs are queued,
         and the finished job is returned."""
-        finished = self.tracker.complete(completion)
-        if finished is not None:
+        if (finished := self.tracker.complete(completion)) is not None:
             self._settle(finished)
         return finished
 
@@ -208,22 +208,19 @@ class ControlPlane:
 
     def restore_rank(self, rank: int) -> int:
         """Count on a rank again that came back with empty memory: what it still owed has failed, and every page is
-        forgotten as by `clear`, so that one in use (a pinned source, say) is not found again either. Returns the number
-        of pages forgotten."""
+        forgotten as by `clear`, one in use too. Returns the number of pages forgotten."""
         self.lose_rank(rank)
         self.tracker.restore_rank(rank)
         return self.clear()
 
     def clear(self, space: Space | None = None) -> int:
-        """Forget every page (of one space, or all) and what storage was asked. Pages in use go when they are given
-        back. Returns the number of pages forgotten."""
+        """Forget every page (of one space, or all; those in use when they are given back); returns their number."""
         self.lookups.forget()
         return self.directory.clear(space)
 
     def attach_storage(self, *, persists: bool) -> None:
-        """Use storage, of which nothing is known yet. With `persists`, what the host tier holds is written there as it
-        is hit. Not before `directory.drop_hints` has left none of another storage. Raises ConfigError where the host
-        tier is staging only and the storage is not written; nothing has changed then."""
+        """Use storage, of which nothing is known yet; with `persists` write what the host tier holds as it is hit. Not
+        before `directory.drop_hints` has left none. Raises ConfigError (host tier staging only, not `persists`)."""
         check_staging(self._host_retain, persists=persists)
         self.has_storage, self.persists, self._catches_up = True, persists, persists
 
@@ -249,9 +246,12 @@ class ControlPlane:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _settle(self, finished: Finished) -> None:
+        early = self._early_persist and finished.job.kind is JobKind.OFFLOAD and self.flights.is_stale(finished.job.id)
         arrived = self.flights.settle(finished)
         if self.persists:
             self.persist(arrived)
+        elif early and arrived:  # ranks may have begun to write them: pinned until that has ended
+            self.flights.send(JobKind.PERSIST, arrived[0].space, arrived, (), stale=True)
 
     def _offload_foreign(self, space: Space, offers: Sequence[Offer]) -> Job | None:
         entries: list[Entry] = []

@@ -47,6 +47,7 @@ class ClusterOptions:
             role="kv_producer" if name == "A" else "kv_consumer",
             host_bytes=self.host_bytes,
             storage=store,
+            lookup_timeout_s=5.0,  # a CPU that both servers and the store share may take so long over A's last pages
             blocks_per_page=1,  # so that a prefix ends where it ends in vLLM's own cache, and the two can be compared
         )
         return ServerOptions(

@@ -168,6 +168,7 @@ def start_scheduler(
         has_storage=options.storage is not None,
         persists=options.persists,
         host_retain=options.host_retain,
+        early_persist=True,
         clock=time.monotonic,
     )
     role = vllm_config.kv_transfer_config
