@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from kvhoist.storage.mooncake.programs import program
 
 DEADLINE_S = 30.0
 
@@ -36,7 +37,7 @@ class Master:
 
     def start(self) -> None:
         command = [
-            str(Path(sysconfig.get_path("scripts")) / "mooncake_master"),
+            program("mooncake_master"),
             f"--rpc_port={self.port}",
             "--rpc_address=127.0.0.1",
             f"--metrics_port={self._metrics_port}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvhoist.memory.arena import HostArena
 from kvhoist.storage.base import Buffer, Store, register_memory, unregister_memory
@@ -90,3 +90,14 @@ class AttachedStore:
                 self.store.close()
             except Exception:
                 self._failed("close")
+
+
+def close_all(stores: Sequence[AttachedStore], *, drain: bool, timeout_s: float) -> bool:
+    """Close them one after the other within `timeout_s` together, and wait for those that let go of the memory to be
+    closed. Returns whether all of them did."""
+    deadline = time.monotonic() + timeout_s
+    ended = [store.close(drain=drain, timeout_s=max(0.0, deadline - time.monotonic())) for store in stores]
+    for store, let_go in zip(stores, ended, strict=True):
+        if let_go:
+            store.wait_closed()
+    return all(ended)

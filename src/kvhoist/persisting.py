@@ -120,9 +120,7 @@ class GatheredPersist:
         batch.future.add_done_callback(partial(self._done, places, again))
 
     def _done(self, places: dict[int, int], again: bool, batch: Future[PageOutcomes]) -> None:
-        num_pages = 1 + max(places.values(), default=0)
-        cancelled = PageOutcomes((CANCELLED,) * num_pages)
-        self._take_in(places, again, cancelled if batch.cancelled() else batch.result())
+        self._take_in(places, again, None if batch.cancelled() else batch.result())
 
     def _part_done(self, places: dict[int, int], again: bool, part: PageOutcomes) -> None:
         self._take_in(places, again, part)
@@ -131,16 +129,17 @@ class GatheredPersist:
         if told is not None:
             self._on_part(told)
 
-    def _take_in(self, places: dict[int, int], again: bool, outcomes: PageOutcomes) -> None:
-        """Book what is known of a batch's pages, each once: those are taken out of `places`."""
+    def _take_in(self, places: dict[int, int], again: bool, outcomes: PageOutcomes | None) -> None:
+        """Book what is known of a batch's pages (None: it was cancelled), each once: they are taken out of `places`."""
         with self._lock:
             again = again and not self._cancelled
-            reasons = {i: outcomes.reasons[place] for i, place in places.items()}
+            reasons = {i: CANCELLED if outcomes is None else outcomes.reasons[place] for i, place in places.items()}
             known = {i: reason for i, reason in reasons.items() if reason != PENDING}
             for i in known:
                 del places[i]
         given_up = [i for i, reason in known.items() if again and reason == CANCELLED]
-        self._book({i: reason for i, reason in known.items() if i not in given_up}, outcomes.seconds)
+        seconds = 0.0 if outcomes is None else outcomes.seconds
+        self._book({i: reason for i, reason in known.items() if i not in given_up}, seconds)
         self.write(given_up)
 
     def _book(self, reasons: Mapping[int, str | None], seconds: float) -> None:

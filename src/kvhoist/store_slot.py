@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from datetime import datetime
 
-from kvhoist.attached_store import AttachedStore
+from kvhoist.attached_store import AttachedStore, close_all
 from kvhoist.config import CacheConfig
 from kvhoist.control.namespace import Namespace
 from kvhoist.control.plane import ControlPlane
@@ -150,12 +149,7 @@ class StoreSlot:
         store that is being attached is closed by that call."""
         with self._lock:
             held = [*self._let_go, *([self.current] if self.current is not None else [])]
-        deadline = time.monotonic() + timeout_s
-        ended = [one.close(drain=False, timeout_s=max(0.0, deadline - time.monotonic())) for one in held]
-        for one, let_go in zip(held, ended, strict=True):
-            if let_go:
-                one.wait_closed()
-        return all(ended)
+        return close_all(held, drain=False, timeout_s=timeout_s)
 
     def _drop_hints(self, plane: ControlPlane) -> bool:
         with self._lock:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +330,9 @@ def test_a_cache_closed_while_a_detached_store_hangs_keeps_the_memory_mapped() -
     until(lambda: [what for what, _ in store.memory] == ["register", "unregister"], "the end of the hung call")
 
 
-def test_a_new_store_can_be_cleared_though_a_write_to_the_old_one_hangs() -> None:
+@contextmanager
+def swapped_while_it_hangs() -> Iterator[tuple[Any, GatedStore, MemoryStore]]:
+    """An engine whose store was detached while a put of PROMPT's pages hangs in it, and the new store in its place."""
     old, new = GatedStore("put"), MemoryStore("8MiB")
     with engine_of(old, config=CacheConfig(lookup_timeout_s=0.1, acquire_timeout_s=0.1)) as engine:
         old.gate.clear()
@@ -336,6 +340,11 @@ def test_a_new_store_can_be_cleared_though_a_write_to_the_old_one_hangs() -> Non
         assert old.inside.acquire(timeout=30)
         assert engine.cache.detach_store(timeout_s=0.1).memory_kept
         engine.cache.attach_store(new)
+        yield engine, old, new
+
+
+def test_a_new_store_can_be_cleared_though_a_write_to_the_old_one_hangs() -> None:
+    with swapped_while_it_hangs() as (engine, old, new):
         engine.run([8] * 9)
         until(lambda: new.stats().num_pages == 2)
         engine.cache.clear(storage=True)
@@ -344,13 +353,7 @@ def test_a_new_store_can_be_cleared_though_a_write_to_the_old_one_hangs() -> Non
 
 
 def test_an_answer_of_the_old_store_says_nothing_of_the_new_one() -> None:
-    old, new = GatedStore("put"), MemoryStore("8MiB")
-    with engine_of(old, config=CacheConfig(lookup_timeout_s=0.1, acquire_timeout_s=0.1)) as engine:
-        old.gate.clear()
-        engine.run(PROMPT)
-        assert old.inside.acquire(timeout=30)
-        assert engine.cache.detach_store(timeout_s=0.1).memory_kept
-        engine.cache.attach_store(new)
+    with swapped_while_it_hangs() as (engine, old, new):
         old.gate.set()
         assert engine.cache.flush(30)
         assert old.stats().num_pages > 0

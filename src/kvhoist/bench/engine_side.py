@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from kvhoist.bench.device_cache import device_cache
 from kvhoist.bench.shapes import PAGE_TOKENS, Shape
 from kvhoist.bench.stopwatch import Stopwatch
+from kvhoist.bench.storage_speed import BATCH_PAGES
 from kvhoist.cache import HierarchicalCache
 from kvhoist.config import CacheConfig
 from kvhoist.control.directory_events import Event
@@ -23,7 +24,6 @@ from kvhoist.platform.base import CPU
 from kvhoist.platform.open import open_platform
 from kvhoist.storage.base import Store
 
-BATCH_PAGES = 64
 _PROMPT_PAGES, _NUM_PROMPTS = 16, 8
 _NUM_STORED = 4
 _DEVICE_PAGES = 160

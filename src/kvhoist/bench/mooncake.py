@@ -20,6 +20,7 @@ import numpy as np
 
 from kvhoist.bench.facts import facts
 from kvhoist.bench.mooncake_cluster import running_cluster
+from kvhoist.bench.storage_speed import BATCH_PAGES, demand, pages_of
 from kvhoist.messages import WHOLE, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, address_of
 from kvhoist.storage.io import StorageIO
@@ -27,7 +28,6 @@ from kvhoist.storage.mooncake import MooncakeOptions, MooncakeStore
 from kvhoist.storage.mooncake.client import Client, open_client, release
 from kvhoist.storage.record import Sealer
 
-BATCH_PAGES = 64
 TARGET_RATIO = 0.9
 
 _PAGE_BYTES, _SMOKE_PAGE_BYTES = (1 << 20, 2 << 20, 4 << 20), (1 << 18,)
@@ -61,7 +61,7 @@ def _measure(options: MooncakeOptions, page_bytes: int, rounds: int) -> dict[str
     store = MooncakeStore(options)
     batch = np.random.default_rng(0).integers(0, 256, BATCH_PAGES * page_bytes, dtype=np.uint8)
     target = np.ones_like(batch)
-    blobs, buffers = _pages_of(batch, page_bytes), _pages_of(target, page_bytes)
+    blobs, buffers = pages_of(batch, page_bytes), pages_of(target, page_bytes)
     for memory in (batch, target):
         store.register(memory.data)
     arms: dict[str, Callable[[], tuple[float, float]]] = {
@@ -75,7 +75,7 @@ def _measure(options: MooncakeOptions, page_bytes: int, rounds: int) -> dict[str
         for arm in order.sample(list(arms), len(arms)):
             target[:] = 0
             put_s, get_s = arms[arm]()
-            _demand(bool((target == batch).all()))
+            demand(bool((target == batch).all()))
             rates[arm].append((batch.nbytes / put_s, batch.nbytes / get_s))
     store.close()
     release(client)
@@ -106,7 +106,7 @@ def _raw(client: Client, blobs: Sequence[Buffer], buffers: Sequence[Buffer]) -> 
     begin = time.perf_counter()
     got = client.codes(lambda engine: engine.batch_get_into(names, targets, lengths))
     get_s = time.perf_counter() - begin
-    _demand(not any(put) and got == lengths)
+    demand(not any(put) and got == lengths)
     client.codes(lambda engine: engine.batch_remove(names, True))
     return put_s, get_s
 
@@ -120,7 +120,7 @@ def _store(store: MooncakeStore, blobs: Sequence[Buffer], buffers: Sequence[Buff
     begin = time.perf_counter()
     got = store.get(keys, buffers)
     get_s = time.perf_counter() - begin
-    _demand(all(kept) and got == headers)
+    demand(all(kept) and got == headers)
     store.remove(keys)
     return put_s, get_s
 
@@ -134,24 +134,14 @@ def _pool(store: MooncakeStore, blobs: Sequence[Buffer], buffers: Sequence[Buffe
     begin = time.perf_counter()
     got = io.prefetch(keys, buffers).result()
     get_s = time.perf_counter() - begin
-    _demand(kept.error is None and got.error is None)
+    demand(kept.error is None and got.error is None)
     io.close()
     store.remove(keys)
     return put_s, get_s
 
 
-def _pages_of(batch: Any, page_bytes: int) -> list[Buffer]:
-    view = memoryview(batch)
-    return [view[i : i + page_bytes] for i in range(0, len(view), page_bytes)]
-
-
 def _keys(count: int) -> list[StorageKey]:
     return [StorageKey(PageKey(_NAMESPACE, 0, b"bench" + i.to_bytes(27, "little")), WHOLE) for i in range(count)]
-
-
-def _demand(holds: bool) -> None:
-    if not holds:
-        raise RuntimeError("the store did not keep what the benchmark gave it")
 
 
 def main() -> None:

@@ -134,21 +134,21 @@ def aligned_bytes(num_bytes: int) -> Any:
 def _store(
     folder: Path, batch: Any, targets: list[Any], page_bytes: int, num_batches: int, direct: str
 ) -> tuple[float, float]:
-    blobs = _pages_of(batch, page_bytes)
+    blobs = pages_of(batch, page_bytes)
     keys = [_keys(number, len(blobs)) for number in range(num_batches)]
     sealer = Sealer()
     headers = [[sealer.seal(key, blob) for key, blob in zip(row, blobs, strict=True)] for row in keys]
     store = _opened(folder, blobs[0], direct)
     begin = time.perf_counter()
     for row, sealed in zip(keys, headers, strict=True):
-        _demand(all(store.put(row, sealed, blobs)))
+        demand(all(store.put(row, sealed, blobs)))
     _sync(folder)
     written_s = time.perf_counter() - begin
     _drop_cache(folder)
-    buffers = _pages_of(targets[0], page_bytes)
+    buffers = pages_of(targets[0], page_bytes)
     begin = time.perf_counter()
     for row in keys:
-        _demand(None not in store.get(row, buffers))
+        demand(None not in store.get(row, buffers))
     read_s = time.perf_counter() - begin
     store.close()
     return written_s, read_s
@@ -159,11 +159,11 @@ def pool(
 ) -> tuple[float, float]:
     """Persist the pages of `batch` under new keys `num_batches` times, and prefetch them all into `targets`; return the
     seconds of each."""
-    blobs = _pages_of(batch, page_bytes)
+    blobs = pages_of(batch, page_bytes)
     keys = [_keys(number, len(blobs)) for number in range(num_batches)]
     store = _opened(folder, blobs[0], direct)
     io = StorageIO(store, Sealer())
-    buffers = [_pages_of(target, page_bytes) for target in targets]
+    buffers = [pages_of(target, page_bytes) for target in targets]
     begin = time.perf_counter()
     _pipeline(lambda number: io.persist(keys[number], blobs), num_batches)
     _sync(folder)
@@ -182,7 +182,7 @@ def _opened(folder: Path, blob: Buffer, direct: str) -> FileStore:
     fio's is. A segment is a 32nd of the capacity."""
     store = FileStore(folder, capacity=DEFAULT_CAPACITY_BYTES, direct=direct)
     key = StorageKey(PageKey(_NAMESPACE, 1, bytes(32)), WHOLE)
-    _demand(store.put([key], [Sealer().seal(key, blob)], [blob]) == [True])
+    demand(store.put([key], [Sealer().seal(key, blob)], [blob]) == [True])
     return store
 
 
@@ -191,10 +191,10 @@ def _pipeline(submit: Callable[[int], Any], num_batches: int) -> None:
     futures: list[Any] = []
     for number in range(num_batches):
         if number >= IN_FLIGHT:
-            _demand(futures[number - IN_FLIGHT].result().error is None)
+            demand(futures[number - IN_FLIGHT].result().error is None)
         futures.append(submit(number))
     for future in futures[-IN_FLIGHT:]:
-        _demand(future.result().error is None)
+        demand(future.result().error is None)
 
 
 def _measure_reindex(scratch: Path, num_pages: int) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _measure_reindex(scratch: Path, num_pages: int) -> dict[str, Any]:
     with FileStore(folder, capacity=capacity) as store:
         for first in range(0, num_pages, 1024):
             keys = _keys(first, min(1024, num_pages - first))
-            _demand(all(store.put(keys, [sealer.seal(key, blob) for key in keys], [blob] * len(keys))))
+            demand(all(store.put(keys, [sealer.seal(key, blob) for key in keys], [blob] * len(keys))))
     _sync(folder)
     seconds = []
     for _ in range(3):
@@ -213,7 +213,7 @@ def _measure_reindex(scratch: Path, num_pages: int) -> dict[str, Any]:
         begin = time.perf_counter()
         store = FileStore(folder, capacity=capacity)
         seconds.append(time.perf_counter() - begin)
-        _demand(store.stats().num_pages == num_pages)
+        demand(store.stats().num_pages == num_pages)
         num_segments = store.num_segments()[0]
         store.close()
     median_s = statistics.median(seconds)
@@ -226,7 +226,8 @@ def _measure_reindex(scratch: Path, num_pages: int) -> dict[str, Any]:
     }
 
 
-def _pages_of(batch: Any, page_bytes: int) -> list[Buffer]:
+def pages_of(batch: Any, page_bytes: int) -> list[Buffer]:
+    """Return the pages of `batch`, an array of bytes."""
     view = memoryview(batch)
     return [view[i : i + page_bytes] for i in range(0, len(view), page_bytes)]
 
@@ -255,6 +256,7 @@ def _each_file(folder: Path, act: Callable[[int], None]) -> None:
             os.close(fd)
 
 
-def _demand(holds: bool) -> None:
+def demand(holds: bool) -> None:
+    """Raise RuntimeError unless a store did what a benchmark counts on."""
     if not holds:
-        raise RuntimeError("the store did not keep what the benchmark gave it: is the disk full?")
+        raise RuntimeError("the store did not keep what the benchmark gave it: is it full?")

@@ -85,29 +85,24 @@ def _chosen(pid: int | None, cache: int | None) -> Running:
     fitting = [one for one in found if pid in (None, one.pid) and cache in (None, one.cache)]
     if len(fitting) == 1:
         return fitting[0]
-    if not found and pid is not None:
+    choices = [f"--pid {one.pid} --cache {one.cache}" for one in fitting or found]
+    if pid is not None and pid not in [one.pid for one in found]:
         raise ConfigError(
-            f"no cache of process {pid} runs, nor any other of this user",
-            got=f"no socket in {_folder()}",
-            remedy="It has ended, or its KVHOIST_RUNTIME_DIR is another one.",
+            f"no cache of process {pid} runs",
+            choices=choices or None,
+            remedy=f"It has ended, or listens elsewhere than in {_folder()} (KVHOIST_RUNTIME_DIR).",
         )
-    given = [f"--{name} {value}" for name, value in (("pid", pid), ("cache", cache)) if value is not None]
     if not found:
         raise ConfigError(
             "no cache runs for this user",
             got=f"no socket in {_folder()}",
             remedy="Set KVHOIST_RUNTIME_DIR as it is set for the engine; its log says where it could not listen.",
         )
-    if pid is not None and pid not in [one.pid for one in found]:
-        raise ConfigError(
-            f"no cache of process {pid} runs",
-            choices=[f"--pid {one.pid} --cache {one.cache}" for one in found],
-            remedy="It has ended, or has another KVHOIST_RUNTIME_DIR. kvhoist ps lists what runs.",
-        )
+    given = [f"--{name} {value}" for name, value in (("pid", pid), ("cache", cache)) if value is not None]
     raise ConfigError(
         "several caches are meant" if fitting else "no cache is meant",
         got=" ".join(given) or "no --pid",
-        choices=[f"--pid {one.pid} --cache {one.cache}" for one in fitting or found],
+        choices=choices,
         remedy="kvhoist ps lists them.",
     )
 

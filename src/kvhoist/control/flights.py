@@ -98,12 +98,9 @@ class Flights:
 
     def leave(self, job_id: int, pins: Pins) -> None:
         """If the job is a prefetch, let `pins` wait for it no more. One that nobody waits for any more is cancelled."""
+        self.pass_by(job_id, pins)
         flight = self._flights.get(job_id)
-        if flight is None or flight.kind is not JobKind.PREFETCH:
-            return
-        flight.joined = [joined for joined in flight.joined if joined is not pins]
-        flight.deserted = not flight.joined
-        if flight.deserted and not flight.kept and self._tracker.cancel(job_id):
+        if flight is not None and flight.deserted and not flight.kept and self._tracker.cancel(job_id):
             self._cancels.append(job_id)
 
     def keep(self, job_id: int) -> None:

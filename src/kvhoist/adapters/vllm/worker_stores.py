@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 
 from kvhoist.adapters.vllm.metadata import StoreAct, StoreAnswer, StoreOrder
 from kvhoist.adapters.vllm.options import ConnectorOptions
-from kvhoist.attached_store import AttachedStore
+from kvhoist.attached_store import AttachedStore, close_all
 from kvhoist.memory.arena import HostArena
 from kvhoist.mover import Mover
 
@@ -63,12 +62,7 @@ class WorkerStores:
         with self._lock:
             self._closed = True
             held = [*self._given_up, *(store for store in (self.current, self._opened) if store is not None)]
-        deadline = time.monotonic() + timeout_s
-        ended = [store.close(drain=drain, timeout_s=max(0.0, deadline - time.monotonic())) for store in held]
-        for store, let_go in zip(held, ended, strict=True):
-            if let_go:
-                store.wait_closed()
-        return all(ended)
+        return close_all(held, drain=drain, timeout_s=timeout_s)
 
     def _try_open(self, order: StoreOrder) -> None:
         try:
