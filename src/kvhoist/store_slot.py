@@ -76,6 +76,10 @@ class StoreSlot:
                     for namespace in self._namespaces.values():
                         self._note(namespace, attached)
             except BaseException:
+                with self._lock:  # as it was: there was none
+                    self.current = None
+                    mover.detach(drain=False)
+                    plane.detach_storage()
                 attached.close(drain=False, timeout_s=1.0)
                 raise
         _log.info("store %s is attached", attached.name)

@@ -330,6 +330,33 @@ def test_a_cache_closed_while_a_detached_store_hangs_keeps_the_memory_mapped() -
     until(lambda: [what for what, _ in store.memory] == ["register", "unregister"], "the end of the hung call")
 
 
+@pytest.mark.parametrize("where", ["plane", "mover"])
+def test_an_attach_that_fails_in_the_middle_leaves_no_store_and_every_page(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planted")
+
+    with engine_of(None) as engine:
+        engine.run(PROMPT)
+        binding = engine.cache._binding
+        with monkeypatch.context() as planted:
+            planted.setattr(
+                *{"plane": (binding.plane, "attach_storage"), "mover": (binding.mover, "attach")}[where], fail
+            )
+            with pytest.raises(RuntimeError, match="planted"):
+                engine.cache.attach_store(MemoryStore("8MiB"))
+        assert engine.cache.stats().store_state == "no store attached"
+        assert not binding.plane.has_storage
+        engine.run([9, *PROMPT])
+        assert engine.cache.flush(30)
+        engine.cache.audit()
+        store = MemoryStore("8MiB")
+        engine.cache.attach_store(store)
+        engine.run([8, *PROMPT])
+        until(lambda: store.stats().num_pages > 0)
+
+
 @contextmanager
 def swapped_while_it_hangs() -> Iterator[tuple[Any, GatedStore, MemoryStore]]:
     """An engine whose store was detached while a put of PROMPT's pages hangs in it, and the new store in its place."""
