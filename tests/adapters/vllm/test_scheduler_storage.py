@@ -243,7 +243,7 @@ def test_a_full_disk_budget_evicts_and_goes_on(sim: Sim, tmp_path: Path) -> None
 
 
 def test_a_shutdown_while_the_store_is_stuck_ends_in_time(sim: Sim, tmp_path: Path) -> None:
-    engine = sim({"storage": store_in(tmp_path), "drain_timeout_s": 1.5})
+    engine = sim({"storage": store_in(tmp_path), "drain_timeout_s": 4.0})
     gate = Gate()
     with store_faults("put", gate):
         gate.close()
@@ -251,7 +251,7 @@ def test_a_shutdown_while_the_store_is_stuck_ends_in_time(sim: Sim, tmp_path: Pa
         engine.run(lambda: gate.waiting > 0)
         started = time.monotonic()
         engine.close()
-        assert 1.5 <= time.monotonic() - started < 2.5, "drain_timeout_s is for all of the shutdown"
+        assert 4 <= time.monotonic() - started < 7.5, "drain_timeout_s is for all of the shutdown"
         gate.open()
 
 
