@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kvhoist.affinity import start
 from kvhoist.memory.arena import HostArena
 from kvhoist.storage.base import Buffer, Store, register_memory, unregister_memory
 from kvhoist.storage.open import open_storage_io, open_store
@@ -66,7 +67,7 @@ class AttachedStore:
                 self._ending = threading.Thread(
                     target=self._end, args=(ended,), name="kvhoist-store-close", daemon=True
                 )
-                self._ending.start()
+                start(self._ending)
         self._ending.join(max(_MOMENT_S, deadline - time.monotonic()))
         return self._let_go.is_set()
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from kvhoist.affinity import start
 from kvhoist.copies import Finish
 from kvhoist.errors import DeviceError
 from kvhoist.messages import JobKind
@@ -43,8 +44,7 @@ class CopyLane:
             targets[f"{name}-end"] = self._finish
         self._threads = [threading.Thread(target=run, name=who, daemon=True) for who, run in targets.items()]
         try:
-            for thread in self._threads:
-                thread.start()
+            start(*self._threads)
         except BaseException:
             self.close()
             self._begun.put(None)

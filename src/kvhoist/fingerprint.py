@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from kvhoist.affinity import on_any_core
 from kvhoist.errors import ConfigError
 
 BLOCK_BYTES = 4096
@@ -175,7 +176,7 @@ def _sample_files(fds: Sequence[int], spans: Sequence[_Span]) -> Iterable[bytes]
         for offset in sample_offsets(span.num_bytes, num_blocks)
     ]
     tasks = [reads[i : i + _READS_A_TASK] for i in range(0, len(reads), _READS_A_TASK)]
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvhoist-fingerprint") as pool:
+    with on_any_core(), ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvhoist-fingerprint") as pool:
         return list(pool.map(_digest_of, tasks))
 
 

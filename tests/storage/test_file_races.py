@@ -16,7 +16,6 @@ import pytest
 from kvhoist.storage import FileStore, Sealer
 from kvhoist.storage.file.segment import Segment, file_bytes_of, pitch_of
 
-
 DEADLINE_S = 60
 
 

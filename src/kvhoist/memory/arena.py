@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvhoist.affinity import on_any_core
 from kvhoist.errors import ClosedError, ConfigError, HostMemoryError, PageIdError
 from kvhoist.geometry import CacheGroup
 from kvhoist.layout import HostOrder, Layout, host_layout
@@ -187,6 +188,6 @@ def _touch(buffer: ByteArray, num_threads: int) -> None:
     def touch(start: int) -> None:
         buffer[start : start + _TOUCH_BYTES : mmap.PAGESIZE] = 0
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="kvhoist-touch") as pool:
+    with on_any_core(), ThreadPoolExecutor(num_threads, thread_name_prefix="kvhoist-touch") as pool:
         for _ in pool.map(touch, range(0, len(buffer), _TOUCH_BYTES)):
             pass

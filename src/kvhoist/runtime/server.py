@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvhoist.affinity import start
 from kvhoist.checks import seconds
 from kvhoist.errors import ConfigError, KvhoistError
 from kvhoist.runtime.folder import SUFFIX, open_folder, sockets
@@ -74,7 +75,7 @@ class RuntimeServer:
             self._listener.listen(4 * _MOST_PEERS)
             unheard.rename(self.path)
             self._thread = threading.Thread(target=self._accept, name="kvhoist-runtime", daemon=True)
-            self._thread.start()
+            start(self._thread)
         except BaseException:
             self._listener.close()
             unheard.unlink(missing_ok=True)
@@ -122,7 +123,7 @@ class RuntimeServer:
                 peer.close()
                 continue
             try:
-                threading.Thread(target=self._serve, args=(peer,), name="kvhoist-runtime-peer", daemon=True).start()
+                start(threading.Thread(target=self._serve, args=(peer,), name="kvhoist-runtime-peer", daemon=True))
             except RuntimeError:  # no thread is left
                 self._peers.release()
                 peer.close()

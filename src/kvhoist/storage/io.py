@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from kvhoist.affinity import start
 from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.messages import REPLICATED, PageKey, StorageKey
 from kvhoist.storage.base import Buffer, Store
@@ -77,8 +78,7 @@ class StorageIO:
             threading.Thread(target=self._work, name=f"kvhoist-io-{i}", daemon=True) for i in range(num_threads)
         ]
         self._threads.append(threading.Thread(target=self._watch, name="kvhoist-io-watch", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        start(*self._threads)
 
     @property
     def store(self) -> Store:

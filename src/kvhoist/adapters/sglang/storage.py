@@ -15,6 +15,7 @@ from kvhoist.adapters.sglang.identity import PoolNames
 from kvhoist.adapters.sglang.options import StorageOptions
 from kvhoist.adapters.sglang.pages import HostPages
 from kvhoist.adapters.sglang.traffic import Traffic
+from kvhoist.affinity import start
 from kvhoist.errors import ClosedError, ConfigError
 from kvhoist.settings import Settings
 from kvhoist.storage import Buffer, PageOutcomes, Sealer, StorageIO, open_store
@@ -146,9 +147,10 @@ class KvhoistStorage(HiCacheStorage):
             register_memory(self._io.store, memory)  # which `close` takes back
         self._pools[name] = _Pool(pages, names)
         # Not waited for: a store that hangs must not keep the engine from starting.
-        threading.Thread(
-            target=self._traffic.note_namespace, args=(self._io, names.namespace), name="kvhoist-namespace", daemon=True
-        ).start()
+        arguments = self._io, names.namespace
+        start(
+            threading.Thread(target=self._traffic.note_namespace, args=arguments, name="kvhoist-namespace", daemon=True)
+        )
 
     def _leading(self, name: str, keys: Sequence[str]) -> int:
         return _leading(self._held(name, keys))

@@ -15,6 +15,7 @@ from kvhoist.adapters.vllm.metadata import ConnectorMetadata, LoadOrder, StoreAc
 from kvhoist.adapters.vllm.options import ConnectorOptions
 from kvhoist.adapters.vllm.ranks import Place
 from kvhoist.adapters.vllm.worker_stores import WorkerStores
+from kvhoist.affinity import start
 from kvhoist.attached_store import AttachedStore
 from kvhoist.control.namespace import Namespace, nearest_difference
 from kvhoist.errors import KvhoistError, TransferError
@@ -229,7 +230,7 @@ class WorkerSide:
         if attached is None or self._rank != 0:
             return
         arguments = dict(self._fields), attached
-        threading.Thread(target=self._tell_namespace, args=arguments, name="kvhoist-namespace", daemon=True).start()
+        start(threading.Thread(target=self._tell_namespace, args=arguments, name="kvhoist-namespace", daemon=True))
 
     def _tell_namespace(self, fields: Mapping[str, str], attached: AttachedStore) -> None:
         try:

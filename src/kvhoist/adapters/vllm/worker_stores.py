@@ -8,6 +8,7 @@ from collections import deque
 
 from kvhoist.adapters.vllm.metadata import StoreAct, StoreAnswer, StoreOrder
 from kvhoist.adapters.vllm.options import ConnectorOptions
+from kvhoist.affinity import start
 from kvhoist.attached_store import AttachedStore, close_all
 from kvhoist.memory.arena import HostArena
 from kvhoist.mover import Mover
@@ -36,7 +37,7 @@ class WorkerStores:
     def obey(self, order: StoreOrder, mover: Mover) -> None:
         """Begin what the scheduler's side orders."""
         if order.act is StoreAct.OPEN:
-            threading.Thread(target=self._try_open, args=(order,), name="kvhoist-store-open", daemon=True).start()
+            start(threading.Thread(target=self._try_open, args=(order,), name="kvhoist-store-open", daemon=True))
             return
         with self._lock:
             opened, self._opened = self._opened, None
@@ -49,7 +50,7 @@ class WorkerStores:
                 mover.attach(opened.io, early=opened.persists)
                 self.current = opened
                 return
-        threading.Thread(target=self._give_up, args=(order, given_up), name="kvhoist-store-end", daemon=True).start()
+        start(threading.Thread(target=self._give_up, args=(order, given_up), name="kvhoist-store-end", daemon=True))
 
     def take_answers(self) -> tuple[StoreAnswer, ...]:
         """Return what became of orders since the last call."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from kvhoist.affinity import on_any_core
 from kvhoist.errors import ClosedError, MissingDependencyError, StoreUnavailableError
 from kvhoist.settings import set_where_unset
 from kvhoist.storage.mooncake.master import MasterWatch
@@ -167,7 +168,9 @@ def open_client(options: MooncakeOptions) -> Client:
     with _clients_lock:
         client = _clients.get(key)
         if client is None:
-            client = _clients[key] = Client(options)
+            with on_any_core():  # the engine starts its threads here
+                client = Client(options)
+            _clients[key] = client
         else:
             client.num_users += 1
         return client

@@ -1,0 +1,48 @@
+"""Which cores kvhoist's own threads run on: any that the process uses, whichever one an engine bound their maker to."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_TASKS = "/proc/self/task"
+
+
+@contextmanager
+def on_any_core() -> Iterator[None]:
+    """Let threads that are started within run on every core that some thread of this process may run on.
+
+    A thread inherits the cores of the one that starts it, and an engine may have bound that to a single one (vLLM on
+    CPUs does): all of kvhoist's threads would wait there for each other and for the engine. What the whole process
+    was given (by taskset, numactl or a container) stays its bound. The caller's own cores are as before afterwards.
+    """
+    own = os.sched_getaffinity(0)
+    cores = own | _cores_of_process()
+    if cores == own:
+        yield
+        return
+    with suppress(OSError):  # not allowed here: they inherit, as ever
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, own)
+
+
+def start(*threads: threading.Thread) -> None:
+    """Start threads `on_any_core`."""
+    with on_any_core():
+        for thread in threads:
+            thread.start()
+
+
+def _cores_of_process() -> set[int]:
+    cores: set[int] = set()
+    with suppress(OSError):
+        for task in os.listdir(_TASKS):
+            with suppress(OSError):  # it has ended
+                cores |= os.sched_getaffinity(int(task))
+    return cores

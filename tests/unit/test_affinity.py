@@ -1,0 +1,83 @@
+"""Threads of kvhoist's own are not bound to the core that an engine bound their maker to."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from mover_support import HeldStore, Rank
+
+from kvhoist.affinity import on_any_core, start
+from kvhoist.memory.arena import HostArena
+from kvhoist.messages import JobKind
+
+CORES = os.sched_getaffinity(0)
+
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="this process has one core")
+
+
+@pytest.fixture
+def core() -> Iterator[int]:
+    """Bind this thread to one core, as vLLM binds its worker's on CPUs; another thread keeps all."""
+    ended, core = threading.Event(), min(CORES)
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    os.sched_setaffinity(0, {core})
+    yield core
+    os.sched_setaffinity(0, CORES)
+    ended.set()
+    other.join()
+
+
+def cores_of(*threads: threading.Thread) -> list[set[int]]:
+    return [os.sched_getaffinity(thread.native_id or 0) for thread in threads]
+
+
+def test_threads_run_on_any_core_of_the_process_and_their_maker_stays_where_it_was(core: int) -> None:
+    ended = threading.Event()
+    bound, free = threading.Thread(target=ended.wait), threading.Thread(target=ended.wait)
+    bound.start()
+    start(free)
+    assert cores_of(bound, free) == [{core}, CORES]
+    assert os.sched_getaffinity(0) == {core}
+    ended.set()
+    with suppress(KeyError), on_any_core():
+        assert os.sched_getaffinity(0) == CORES
+        raise KeyError
+    assert os.sched_getaffinity(0) == {core}
+
+
+def test_where_cores_cannot_be_chosen_threads_inherit_them(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError
+
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_setaffinity", refuse)
+        start(thread)
+    assert cores_of(thread) == [{core}]
+    ended.set()
+
+
+def test_a_rank_uses_every_core(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran_on: dict[str, set[int]] = {}
+    run = threading.Thread.run
+
+    def noted(thread: threading.Thread) -> None:
+        ran_on[thread.name.split("_")[0]] = os.sched_getaffinity(0)
+        run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", noted)
+    store = HeldStore()
+    with Rank(store=store, io_options={"num_threads": 1}) as rank:
+        assert not rank.offload([1], [0]).failed_pages
+        assert not rank.run(JobKind.PERSIST, [1], [0]).failed_pages
+    HostArena(rank.group, num_pages=1, first_touch_threads=1).close()
+    names = {"kvhoist-io-0", "kvhoist-io-watch", "kvhoist-load-0", "kvhoist-offload-0", "kvhoist-touch"}
+    assert ran_on.keys() == names
+    assert all(cores == CORES for cores in ran_on.values()), ran_on
