@@ -49,11 +49,14 @@ class Pair:
 
     def reserve(self, space: int, path: Path, start: int, tier: Tier) -> None:
         start = min(start, len(path))
+        num_wanted = sum((space, prefix) not in self.model.copies[tier] for prefix in list(prefixes(path))[start:])
         got, evicted = self.model.reserve(space, path, start, tier)
-        before = self.real.stats().tiers[str(tier)].evicted_pages
+        before = self.real.stats().tiers[str(tier)]
         entries = self.real.reserve(self.spaces[space], keys_of(path), start, len(path), tier, for_whom="someone")
         assert self.names(entries) == [(name[0], key_of(name[1])) for name in got]
-        assert self.real.stats().tiers[str(tier)].evicted_pages - before == len(evicted)
+        after = self.real.stats().tiers[str(tier)]
+        assert after.evicted_pages - before.evicted_pages == len(evicted)
+        assert after.no_room_pages - before.no_room_pages == num_wanted - len(got)
         assert all(entry.is_filling(tier) and entry.page(tier) is not None for entry in entries)
         if entries:
             self.filling.append((tier, entries, [(name, self.model.copies[tier][name]) for name in got]))

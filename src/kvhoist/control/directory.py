@@ -157,6 +157,7 @@ class Directory(DirectoryCore):
             new_keys = keys[known : max(known, start) + num_new]
             entries += self._table.create(space, tip, new_keys, pages[-num_new:], book, self._stamp)
         book.num_filling += num_pages
+        book.num_no_room += num_wanted - num_pages
         return entries
 
     def publish(self, entries: Sequence[Entry], tier: Tier) -> list[Entry]:

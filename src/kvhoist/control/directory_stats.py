@@ -15,7 +15,8 @@ from kvhoist.control.history import History
 @dataclass(frozen=True, slots=True)
 class TierStats:
     """One tier's pages (of STORAGE: hints). The first four are gauges, the others counted since the start; a
-    reservation that was cleared while it was filled counts as neither stored nor failed."""
+    reservation that was cleared while it was filled counts as neither stored nor failed. no_room_pages: those that a
+    call wanted to fill and found no room for, since all was pinned, filling or of the same chain; each call counts."""
 
     capacity_pages: int
     free_pages: int
@@ -23,6 +24,7 @@ class TierStats:
     filling_pages: int
     stored_pages: int
     evicted_pages: int
+    no_room_pages: int
     failed_pages: int
 
 
@@ -51,6 +53,7 @@ def directory_stats(
             filling_pages=book.num_filling,
             stored_pages=book.num_stored,
             evicted_pages=book.num_evicted,
+            no_room_pages=book.num_no_room,
             failed_pages=book.num_failed,
         )
         for book in table.books.values()

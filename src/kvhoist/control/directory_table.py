@@ -40,6 +40,7 @@ class TierBook:
     num_filling: int = 0
     num_stored: int = 0
     num_evicted: int = 0
+    num_no_room: int = 0
     num_failed: int = 0
     admits: bool = field(init=False)
     """Whether the policy wants to hear of the pages before they are reserved: they are listed for that alone."""

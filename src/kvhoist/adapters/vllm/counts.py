@@ -105,7 +105,7 @@ class SchedulerCounts:
             if counters.jobs:
                 total.update((f"{name}.{kind}", value) for name, value in counters.to_dict().items())
         host = self._plane.directory.stats().tiers[str(Tier.HOST)]
-        total["evicted_pages"] = host.evicted_pages
+        total["evicted_pages"], total["no_room_pages"] = host.evicted_pages, host.no_room_pages
         prefetches = self._plane.prefetch_stats(_MOST_LOOKS)
         for outcome, pages in prefetches.by_outcome().items():
             total[f"prefetch_pages.{outcome}"] = pages

@@ -23,6 +23,7 @@ _COUNTERS = {
     "prefetch_pages": ("outcome", "Pages of prefetches: asked, hit, late, cancelled, useless."),
     "prefetch_bytes": ("outcome", "Bytes of these pages, summed over ranks."),
     "evicted_pages": (None, "Pages that left the host tier to make room."),
+    "no_room_pages": (None, "Pages that found no room in the host tier: all of it was in use."),
     "mismatched_pages": (None, "Pages that debug_verify found to differ from what was offloaded."),
     "audit_failures": (None, "Audits of the cache's books that did not add up."),
 }
