@@ -75,7 +75,10 @@ def _show(result: ClusterResult, *, as_json: bool) -> None:
         table.add_row(*_cells(row))
     out = side_console() if as_json else console()
     out.print(table)
-    out.print("prefill: what A took before. identical: equal to the bit to A alone, whose device kept the prefix.")
+    out.print(
+        "device, host, store: tokens that B found there. prefill: what A took before. recomputing: B's TTFT where it "
+        "finds nothing.\nidentical: equal to the bit to A alone, whose device kept the prefix."
+    )
     for name, pages in result.pages.items():
         out.print(f"Pages that {name} moved: {', '.join(f'{kind} {number:,}' for kind, number in pages.items())}.")
     if result.recovery_seconds is not None:

@@ -59,6 +59,7 @@ def on_stage(model: Path | None, dtype: str, num_steps: int, play: Callable[[Sta
             say=lambda line: bar.console.print(line, highlight=False),
         )
         bar.reset(task, total=num_steps)
+        stage.say(f"Servers take a minute or more to start; their logs go to {stage.cache_dir}.")
         try:
             with ended_by_signals():
                 return play(stage)
