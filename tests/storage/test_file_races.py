@@ -266,3 +266,28 @@ def test_a_call_that_begins_as_the_store_closes_touches_no_file_opened_since(
     for fd in opened:
         os.close(fd)
     assert others.read_bytes() == b"o" * (1 << 18)
+
+
+def test_a_store_that_is_closed_while_it_looks_at_its_neighbours_closes_no_file_under_that(
+    stores: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = stores.open(), stores.open()
+    pages.put(writer, [1])
+    assert pages.read(reader, [1]) == ["good"]
+    closing = threading.Thread(target=reader.close)
+    looked: list[int] = []
+
+    def close_meanwhile(segment: Segment) -> bool:
+        if not closing.ident:
+            closing.start()
+        closing.join(0.3)
+        looked.append(os.fstat(segment.fd).st_nlink)  # raises where the file was closed
+        return False
+
+    monkeypatch.setattr(Segment, "is_unlinked", close_meanwhile)
+    assert pages.read(reader, [2]) == ["missing"]
+    closing.join(DEADLINE_S)
+    assert not closing.is_alive()
+    assert looked == [1]
+    reader._neighbours.refresh()
+    assert looked == [1], "it looks no more"

@@ -246,3 +246,21 @@ def _unavailable(path: Path, error: OSError, *, read_only: bool) -> StoreUnavail
     else:
         remedy = "Check its owner and mode, or open it with read_only=True (?read_only=true) to read only."
     return StoreUnavailableError(f"{path} cannot be {what}", got=error.strerror or str(error), remedy=remedy)
+
+
+def delete_orphan(path: Path) -> bool:
+    """Delete a file that no process holds the lock of; tell whether it is gone."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -6,7 +6,6 @@ first, as far as they fit into capacity; the rest is read only, and never writte
 
 from __future__ import annotations
 
-import fcntl
 import heapq
 import logging
 import os
@@ -20,7 +19,7 @@ import numpy as np
 
 from kvhoist.storage.file.direct import Direct
 from kvhoist.storage.file.duplicates import Found, without_duplicates
-from kvhoist.storage.file.folder import Folder
+from kvhoist.storage.file.folder import Folder, delete_orphan
 from kvhoist.storage.file.index import Index
 from kvhoist.storage.file.scan import last_words, scan_slots, used_slots
 from kvhoist.storage.file.segment import SUFFIX, UNFINISHED_SUFFIX, Segment, SegmentFault
@@ -73,12 +72,13 @@ class Neighbours:
         self._next_refresh = 0.0
         self._next_orphan_check = clock() + _ORPHAN_CHECK_S
         self._busy = threading.Lock()
+        self._ended = False
 
     def start(self) -> None:
         """Adopt what has no owner, index everything. Raises OSError where the folder cannot be listed."""
         if not self._read_only:
             for path in self._paths(UNFINISHED_SUFFIX):
-                _delete_orphan(path)
+                delete_orphan(path)
         segments = [segment for path in self._paths(SUFFIX) if (segment := self._open(path)) is not None]
         segments.sort(key=lambda segment: os.fstat(segment.fd).st_mtime_ns, reverse=True)
         with self._busy:
@@ -94,6 +94,8 @@ class Neighbours:
         if self._clock() < self._next_refresh or not self._busy.acquire(blocking=False):
             return
         try:
+            if self._ended:
+                return
             checks_orphans = not self._read_only and self._clock() >= self._next_orphan_check
             if checks_orphans:
                 self._next_orphan_check = self._clock() + _ORPHAN_CHECK_S
@@ -109,6 +111,12 @@ class Neighbours:
             _log.warning("cannot see what other processes stored in %s: %s", self._folder.path, error)
         finally:
             self._next_refresh = self._clock() + self._refresh_s
+            self._busy.release()
+
+    def end(self, timeout_s: float) -> None:
+        """Look at nothing any more, once a look that is under way is over: files are closed after this."""
+        self._ended = True
+        if self._busy.acquire(timeout=timeout_s):
             self._busy.release()
 
     def _look_at(self, shelf: Shelf, *, checks_orphans: bool) -> None:
@@ -161,7 +169,7 @@ class Neighbours:
             return None
         except SegmentFault as fault:
             self._count_quarantined(1)
-            if fault.damaged and not self._read_only and _delete_orphan(path):
+            if fault.damaged and not self._read_only and delete_orphan(path):
                 _log.warning("deleted the segment %s: %s", path, fault)
                 return None
             self._note_fault(path, fault)
@@ -280,21 +288,3 @@ class Neighbours:
                 self._forget(shelf)
         finally:
             mine.close()
-
-
-def _delete_orphan(path: Path) -> bool:
-    """Delete a file that no process holds the lock of; tell whether it is gone."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
