@@ -1,4 +1,4 @@
-"""Which cores kvhoist's own threads run on: any that the process uses, whichever one an engine bound their maker to."""
+"""Which cores kvhoist's own threads run on: those of the thread that makes them, unless an engine bound it to one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ _TASKS = "/proc/self/task"
 
 @contextmanager
 def on_any_core() -> Iterator[None]:
-    """Let threads that are started within run on every core that some thread of this process may run on.
+    """Let threads that are started within run on every core that some thread of this process may run on, where the
+    calling thread is bound to a single one.
 
-    A thread inherits the cores of the one that starts it, and an engine may have bound that to a single one (vLLM on
-    CPUs does): all of kvhoist's threads would wait there for each other and for the engine. What the whole process
-    was given (by taskset, numactl or a container) stays its bound. The caller's own cores are as before afterwards.
+    A thread inherits the cores of the one that starts it, and an engine may have bound that to a core of its own (vLLM
+    on CPUs does): all of kvhoist's threads would wait there for each other and for the engine. Of several cores, as of
+    the NUMA node of a GPU, they are to be. What the whole process was given (by taskset, numactl or a container) stays
+    its bound. The caller's own cores are as before afterwards.
     """
     own = os.sched_getaffinity(0)
-    cores = own | _cores_of_process()
+    cores = own | _cores_of_process() if len(own) == 1 else own
     if cores == own:
         yield
         return

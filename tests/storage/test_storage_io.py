@@ -77,6 +77,46 @@ def test_batches_round_trip_in_any_cut(make_io: Any, pages: Any, num_threads: in
     assert [buffers[i] == pages.blob(ids[i]) for i in (0, 2, 3)] == [True] * 3
 
 
+class NotingStore(MemoryStore):
+    """Notes how many pages each call moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.puts: list[int] = []
+        self.gets: list[int] = []
+
+    def put(self, keys: Sequence[StorageKey], headers: Sequence[bytes], blobs: Sequence[Buffer]) -> list[bool]:
+        self.puts.append(len(keys))
+        return super().put(keys, headers, blobs)
+
+    def get(self, keys: Sequence[StorageKey], blobs: Sequence[Buffer]) -> list[bytes | None]:
+        self.gets.append(len(keys))
+        return super().get(keys, blobs)
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "num_pages", "pages_a_chunk", "puts", "gets"),
+    [
+        (8, 64, 100, [9] * 6 + [10], [8] * 8),
+        (8, 64, 8, [4] * 6 + [5] * 8, [8] * 8),
+        (8, 64, 0, [1] * 64, [1] * 64),
+        (8, 5, 100, [1] * 5, [1] * 5),
+        (1, 10, 4, [3, 3, 4], [3, 3, 4]),
+        (2, 7, 100, [7], [3, 4]),
+    ],
+)
+def test_a_batch_is_cut_evenly_for_the_threads_that_may_take_it(
+    make_io: Any, pages: Any, num_threads: int, num_pages: int, pages_a_chunk: int, puts: list[int], gets: list[int]
+) -> None:
+    """One thread of several never persists."""
+    store = NotingStore()
+    io = make_io(store, num_threads=num_threads, chunk_bytes=max(1, pages_a_chunk * pages.page_bytes))
+    ids = range(num_pages)
+    io.persist(pages.keys(ids), blobs_of(pages, ids)).result(DEADLINE_S)
+    io.prefetch(pages.keys(ids), buffers_of(pages, ids)).result(DEADLINE_S)
+    assert (sorted(store.puts), sorted(store.gets)) == (puts, gets)
+
+
 def test_lookup_and_drop(make_io: Any, pages: Any) -> None:
     io = make_io(MemoryStore())
     io.persist(pages.keys(range(4)), blobs_of(pages, range(4))).result(DEADLINE_S)

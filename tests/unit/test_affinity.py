@@ -51,6 +51,19 @@ def test_threads_run_on_any_core_of_the_process_and_their_maker_stays_where_it_w
     assert os.sched_getaffinity(0) == {core}
 
 
+def test_threads_stay_on_several_cores_that_their_maker_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the NUMA node of a GPU, say."""
+    chosen: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda task: {2, 3} if task == 0 else set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda task, cores: chosen.append(cores))
+    with on_any_core():
+        assert chosen == []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda task: {2} if task == 0 else set(range(8)))
+    with on_any_core():
+        assert chosen == [set(range(8))]
+    assert chosen == [set(range(8)), {2}]
+
+
 def test_where_cores_cannot_be_chosen_threads_inherit_them(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError

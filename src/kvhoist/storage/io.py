@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from typing import Any
 
 from kvhoist.affinity import start
@@ -72,7 +73,8 @@ class StorageIO:
         self._clock = clock
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
-        self._queue = ChunkQueue(max_persist_pages=max_queued_pages, max_persists=max(1, num_threads - 1))
+        self._max_persists = max(1, num_threads - 1)
+        self._queue = ChunkQueue(max_persist_pages=max_queued_pages, max_persists=self._max_persists)
         self._breaker = Breaker(store.name, hang_s=hang_s, clock=clock)
         self._threads = [
             threading.Thread(target=self._work, name=f"kvhoist-io-{i}", daemon=True) for i in range(num_threads)
@@ -166,7 +168,8 @@ class StorageIO:
             raise ConfigError("a batch needs one buffer a key", got=f"{len(keys)} keys, {len(blobs)} buffers")
         flat = [memoryview(blob).cast("B") for blob in blobs] if blobs is not None else [memoryview(b"")] * len(keys)
         # What moves no bytes is one call: to wake every thread for it takes longer, and the GIL from whoever asks.
-        parts = self._split(flat) if blobs is not None or not keys else [(0, len(keys))]
+        num_threads = self._max_persists if urgency is Urgency.PERSIST else self._num_threads
+        parts = self._split(flat, num_threads) if blobs is not None or not keys else [(0, len(keys))]
         if urgency is Urgency.READ and any(blob.readonly for blob in flat) and blobs is not None:
             raise ConfigError("a prefetch needs buffers that can be written", got="a read-only buffer")
         batch = Batch(len(keys), self._clock, self._count_cancelled, on_part)
@@ -184,17 +187,14 @@ class StorageIO:
                 self._fail_waiting(hang, lambda chunk: chunk.batch is batch)
         return batch.future
 
-    def _split(self, blobs: Sequence[Buffer]) -> list[tuple[int, int]]:
-        """Cut a batch into neighbours of at most `chunk_bytes` (but one page at least), a part for each thread."""
-        most_pages = max(1, -(-len(blobs) // self._num_threads))
-        parts: list[tuple[int, int]] = []
-        first = num_bytes = 0
-        for i, blob in enumerate(blobs):
-            if i > first and (i - first >= most_pages or num_bytes + len(blob) > self._chunk_bytes):
-                parts.append((first, i))
-                first, num_bytes = i, 0
-            num_bytes += len(blob)
-        return [*parts, (first, len(blobs))] if blobs else []
+    def _split(self, blobs: Sequence[Buffer], num_threads: int) -> Iterator[tuple[int, int]]:
+        """Cut a batch into even parts of at most `chunk_bytes` (but one page at least): one or more for each of so many
+        threads, so that all end together."""
+        num_pages = len(blobs)
+        most_pages = max(1, self._chunk_bytes // max(1, *map(len, blobs))) if blobs else 1
+        rounds = -(-num_pages // (num_threads * most_pages))
+        num_parts = min(num_pages, num_threads * rounds)
+        return pairwise(i * num_pages // num_parts for i in range(num_parts + 1)) if blobs else iter(())
 
     def _work(self) -> None:
         while (chunk := self._queue.take()) is not None:
