@@ -190,11 +190,13 @@ class StorageIO:
     def _split(self, blobs: Sequence[Buffer], num_threads: int) -> Iterator[tuple[int, int]]:
         """Cut a batch into even parts of at most `chunk_bytes` (but one page at least): one or more for each of so many
         threads, so that all end together."""
+        if not blobs:
+            return iter(())
         num_pages = len(blobs)
-        most_pages = max(1, self._chunk_bytes // max(1, *map(len, blobs))) if blobs else 1
+        most_pages = max(1, self._chunk_bytes // max(1, *map(len, blobs)))
         rounds = -(-num_pages // (num_threads * most_pages))
         num_parts = min(num_pages, num_threads * rounds)
-        return pairwise(i * num_pages // num_parts for i in range(num_parts + 1)) if blobs else iter(())
+        return pairwise(i * num_pages // num_parts for i in range(num_parts + 1))
 
     def _work(self) -> None:
         while (chunk := self._queue.take()) is not None:
