@@ -239,14 +239,14 @@ def test_a_slow_opening_holds_up_nobody_and_a_cache_may_close_meanwhile(slow: st
 @pytest.mark.parametrize("drain", [True, False])
 def test_what_is_on_its_way_is_finished_or_cancelled(drain: bool) -> None:
     store = GatedStore("put")
-    config = CacheConfig(lookup_timeout_s=0.2, io_threads=2)  # of which one writes, page by page
+    config = CacheConfig(lookup_timeout_s=0.2, io_threads=2)  # of which one writes, two pages at a time
     with engine_of(store, config=config) as engine:
         engine.run([3] * 5)
         assert persisted(engine) == 1
         store.gate.clear()
         for first in range(5):
             engine.run(list(range(first * 100, first * 100 + 9)))
-        waiting = 9
+        waiting = 8
         until(lambda: engine.cache.stats().storage.queued_pages == waiting)
         threading.Timer(0.1, store.gate.set).start()
         report = engine.cache.detach_store(drain=drain, timeout_s=30)
