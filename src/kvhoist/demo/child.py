@@ -43,7 +43,8 @@ class ServerFailedError(KvhoistError):
 
 
 class ChildProcess:
-    """A process in a session of its own, so that a terminal's Ctrl-C reaches us alone and we stop it.
+    """A process in a group of its own, so that a terminal's Ctrl-C reaches us alone and we stop it; not in a session,
+    which Linux schedules as one task beside others: on few cores servers would starve each other.
 
     Use it as a context manager: entering waits until `answers` says so, leaving ends every process of it.
     `name` is what errors call it; its messages go to `log`. Raises ServerFailedError where it does not come up.
@@ -71,7 +72,7 @@ class ChildProcess:
         self._told_to_end, self.ready_seconds = False, 0.0
         with self.log.open("wb") as log, signals_held():
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, process_group=0
             )
 
     def wait_ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:

@@ -32,7 +32,7 @@ class Cluster:
 
     def url(self, host: str) -> str:
         """Return the store's address for an engine on `host`, which lends no memory itself."""
-        return f"mooncake:{self.address}?segment=0&host={host}&timeout_s=2"
+        return f"mooncake:{self.address}?segment=0&host={host}"
 
     def start(self) -> None:
         """Start all, one after the other. Raises ServerFailedError."""
