@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,21 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("KVHOIST_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def one_core() -> Iterator[tuple[int, set[int]]]:
+    """This thread bound to one core, as vLLM binds a CPU worker's, while another keeps all: that core, and all of them."""
+    cores, ended = os.sched_getaffinity(0), threading.Event()
+    if len(cores) < 2:
+        pytest.skip("this process has one core")
+    keeps_all = threading.Thread(target=ended.wait, daemon=True)
+    keeps_all.start()
+    os.sched_setaffinity(0, {min(cores)})
+    yield min(cores), cores
+    os.sched_setaffinity(0, cores)
+    ended.set()
+    keeps_all.join()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -15,38 +14,24 @@ from kvhoist.affinity import on_any_core, start
 from kvhoist.memory.arena import HostArena
 from kvhoist.messages import JobKind
 
-CORES = os.sched_getaffinity(0)
-
-pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="this process has one core")
-
-
-@pytest.fixture
-def core() -> Iterator[int]:
-    """Bind this thread to one core, as vLLM binds its worker's on CPUs; another thread keeps all."""
-    ended, core = threading.Event(), min(CORES)
-    other = threading.Thread(target=ended.wait)
-    other.start()
-    os.sched_setaffinity(0, {core})
-    yield core
-    os.sched_setaffinity(0, CORES)
-    ended.set()
-    other.join()
-
 
 def cores_of(*threads: threading.Thread) -> list[set[int]]:
     return [os.sched_getaffinity(thread.native_id or 0) for thread in threads]
 
 
-def test_threads_run_on_any_core_of_the_process_and_their_maker_stays_where_it_was(core: int) -> None:
+def test_threads_run_on_any_core_of_the_process_and_their_maker_stays_where_it_was(
+    one_core: tuple[int, set[int]],
+) -> None:
+    core, all_cores = one_core
     ended = threading.Event()
-    bound, free = threading.Thread(target=ended.wait), threading.Thread(target=ended.wait)
+    bound, free = (threading.Thread(target=ended.wait, daemon=True) for _ in range(2))
     bound.start()
     start(free)
-    assert cores_of(bound, free) == [{core}, CORES]
+    assert cores_of(bound, free) == [{core}, all_cores]
     assert os.sched_getaffinity(0) == {core}
     ended.set()
     with suppress(KeyError), on_any_core():
-        assert os.sched_getaffinity(0) == CORES
+        assert os.sched_getaffinity(0) == all_cores
         raise KeyError
     assert os.sched_getaffinity(0) == {core}
 
@@ -64,20 +49,22 @@ def test_threads_stay_on_several_cores_that_their_maker_is_bound_to(monkeypatch:
     assert chosen == [set(range(8)), {2}]
 
 
-def test_where_cores_cannot_be_chosen_threads_inherit_them(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_cores_cannot_be_chosen_threads_inherit_them(
+    one_core: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError
 
     ended = threading.Event()
-    thread = threading.Thread(target=ended.wait)
+    thread = threading.Thread(target=ended.wait, daemon=True)
     with monkeypatch.context() as patch:
         patch.setattr(os, "sched_setaffinity", refuse)
         start(thread)
-    assert cores_of(thread) == [{core}]
+    assert cores_of(thread) == [{one_core[0]}]
     ended.set()
 
 
-def test_a_rank_uses_every_core(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_uses_every_core(one_core: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     ran_on: dict[str, set[int]] = {}
     run = threading.Thread.run
 
@@ -93,4 +80,4 @@ def test_a_rank_uses_every_core(core: int, monkeypatch: pytest.MonkeyPatch) -> N
     HostArena(rank.group, num_pages=1, first_touch_threads=1).close()
     names = {"kvhoist-io-0", "kvhoist-io-watch", "kvhoist-load-0", "kvhoist-offload-0", "kvhoist-touch"}
     assert ran_on.keys() == names
-    assert all(cores == CORES for cores in ran_on.values()), ran_on
+    assert all(cores == one_core[1] for cores in ran_on.values()), ran_on

@@ -103,7 +103,7 @@ def test_first_touch_backs_every_page_and_closing_gives_it_back_at_once() -> Non
     assert resident_bytes(start, end) >= arena.num_bytes > 90 << 20
     arena.close()
     assert arena.held_bytes == 0
-    assert resident_bytes(start, end) < 90 << 20
+    assert resident_bytes(start, end) < 10 << 20
 
 
 def test_use_after_close_is_refused() -> None:

@@ -125,8 +125,8 @@ class Flights:
         self, kind: JobKind, space: Space, entries: list[Entry], device_blocks: Sequence[int], *, stale: bool = False
     ) -> Job | None:
         """Open a job over `entries`, reserved where it fills a tier of pages; what a `stale` one does in storage counts
-        for nothing. When it cannot be opened (ConfigError:
-        blocks that do not fit, no rank left) the reservations are taken back."""
+        for nothing. When it cannot be opened (ConfigError: blocks that do not fit, no rank left) the reservations are
+        taken back."""
         if not entries:
             return None
         reads, fills = self._tier_read.get(kind), self._tier_filled.get(kind)

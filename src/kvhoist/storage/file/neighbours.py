@@ -72,7 +72,6 @@ class Neighbours:
         self._next_refresh = 0.0
         self._next_orphan_check = clock() + _ORPHAN_CHECK_S
         self._busy = threading.Lock()
-        self._ended = False
 
     def start(self) -> None:
         """Adopt what has no owner, index everything. Raises OSError where the folder cannot be listed."""
@@ -94,7 +93,7 @@ class Neighbours:
         if self._clock() < self._next_refresh or not self._busy.acquire(blocking=False):
             return
         try:
-            if self._ended:
+            if self._index.closed:
                 return
             checks_orphans = not self._read_only and self._clock() >= self._next_orphan_check
             if checks_orphans:
@@ -113,9 +112,8 @@ class Neighbours:
             self._next_refresh = self._clock() + self._refresh_s
             self._busy.release()
 
-    def end(self, timeout_s: float) -> None:
-        """Look at nothing any more, once a look that is under way is over: files are closed after this."""
-        self._ended = True
+    def wait_idle(self, timeout_s: float) -> None:
+        """Wait until a look that is under way is over; once `index` is closed, no other begins."""
         if self._busy.acquire(timeout=timeout_s):
             self._busy.release()
 

@@ -228,7 +228,7 @@ class FileStore:
             self._lock.wait_for(lambda: not self._index.pending, timeout=_CLOSE_TIMEOUT_S)
             self._index.closed = True
         self._syncer.flush()
-        self._neighbours.end(_CLOSE_TIMEOUT_S)
+        self._neighbours.wait_idle(_CLOSE_TIMEOUT_S)
         with self._lock:
             shelves = self._index.give_up_all()
         for shelf in shelves:
