@@ -51,7 +51,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def one_core() -> Iterator[tuple[int, set[int]]]:
-    """This thread bound to one core, as vLLM binds a CPU worker's, while another keeps all: that core, and all of them."""
+    """This thread bound to one core, as vLLM binds a CPU worker's, while another keeps all: that core, and all."""
     cores, ended = os.sched_getaffinity(0), threading.Event()
     if len(cores) < 2:
         pytest.skip("this process has one core")
