@@ -477,6 +477,8 @@ def test_threads_read_right_bytes_while_stores_come_and_go(policy: str, tmp_path
                 engine.cache.attach_store(stores[turn % len(stores)])
                 asked = engine.cache.stats().jobs["lookup"]["jobs"]
                 until(lambda asked=asked: problems or engine.cache.stats().jobs["lookup"]["jobs"] > asked + 3)
+                if turn == 11:  # until then the stores may have come and gone too soon for that
+                    until(lambda: problems or hits["storage"], "a hit in storage")
                 report = engine.cache.detach_store(drain=bool(draw.random() < 0.5), timeout_s=30)
                 assert not report.memory_kept
                 engine.cache.audit()
