@@ -209,6 +209,8 @@ def test_stores_come_and_go_under_load_and_every_output_is_right(
                 side(engine).stores.attach(addresses[turn % 3])
                 before = num_reads(engine)
                 wait_for(lambda before=before: num_reads(engine) > before + 5, "the store is read")
+                if turn == 8:  # until then the stores may have come and gone too soon for that
+                    wait_for(lambda: num_jobs(engine, JobKind.PREFETCH) > 0, "a prefetch")
                 reports.append(side(engine).stores.detach(drain=turn % 2 == 0, timeout_s=20.0))
         finally:
             done.set()
