@@ -12,6 +12,7 @@ from typing import Any
 
 import kernel_shim
 import pytest
+from crash_reports import pytest_configure, pytest_configure_node, pytest_handlecrashitem  # noqa: F401 - hooks
 from hypothesis import HealthCheck, settings
 
 from kvhoist.copy import device_kernels
