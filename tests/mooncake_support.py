@@ -92,7 +92,9 @@ def freeze(process: subprocess.Popen[Any]) -> None:
     tasks = Path(f"/proc/{process.pid}/task")
 
     def stands_still() -> bool:
-        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir())
+        with contextlib.suppress(OSError):  # one ends meanwhile
+            return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir())
+        return False
 
     poll(stands_still, f"process {process.pid} to stop")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,13 @@ def named(processes: Sequence[psutil.Process], title: str) -> psutil.Process:
 
 
 def gone(processes: Sequence[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    return not any(map(_runs, processes))
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it ends meanwhile
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def shared_memory(processes: Sequence[psutil.Process]) -> set[Path]:

@@ -169,12 +169,22 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its group, Python's trackers last: they remove what the others leave in /dev/shm."""
     for pid, command in _group(process.pid):
         if _TRACKER not in command:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill_member(pid, process.pid)
     process.wait()
     _await_end(process.pid, _TRACKER_TIMEOUT_S)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_member(pid: int, group: int) -> None:
+    """Kill a process that still is of the group: its number may have become another's, or that of another's thread."""
+    with suppress(OSError):  # it has ended
+        descriptor = os.pidfd_open(pid)
+        try:
+            if os.getpgid(pid) == group:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
 
 
 def _errors(lines: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,11 @@ def time_hooks() -> None:
 def background_s() -> float:
     """Return the CPU seconds of kvhoist's own threads so far."""
     ids = [thread.native_id for thread in threading.enumerate() if thread.name.startswith(_OUR_THREADS)]
-    return sum(int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]) for number in ids) / 1e9
+    total_ns = 0
+    for number in ids:
+        with suppress(OSError):  # it has ended
+            total_ns += int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0])
+    return total_ns / 1e9
 
 
 def make_engine(spec: WindowSpec) -> Any:
