@@ -157,6 +157,15 @@ static int map_twice(void* host, void* alias, size_t bytes) {
     return done;
 }
 
+/* Give the host its pages back as they were before `map_twice`: its own, which a forked child gets a copy of. They may be
+ * of the heap, whose other owners go on with them. */
+static int map_back(void* host, size_t bytes) {
+    void* own = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (own == MAP_FAILED) return 0;
+    memcpy(own, host, bytes);
+    return mremap(own, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, host) == host;
+}
+
 /* Whole pages only: what lies beside them belongs to others, who write to it while the pages change places. */
 int hipHostRegister(void* host, size_t bytes, unsigned flags) {
     ENTER_OR_RETURN(hipHostRegister);
@@ -183,7 +192,7 @@ int hipHostUnregister(void* host) {
     find((uintptr_t)host, 1, 1, 1, &found);
     withdraw(found.device, found.bytes);
     sim_live(REGISTRATIONS, -1);
-    return sim_answer(code);
+    return sim_answer(map_back(host, found.bytes) ? code : OUT_OF_MEMORY);
 }
 
 int hipHostMalloc(void** host, size_t bytes, unsigned flags) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,19 @@ def test_the_simulated_kernels_are_what_the_repository_ships(tmp_path: Path, hip
 
 
 # -- registrations -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_longer_registered_is_this_process_s_alone(platform: RocmPlatform, pinned: np.ndarray) -> None:
+    """The simulator's pages are shared with a forked child for as long, and the heap may go on living in them."""
+    pinned[:] = 1
+    platform.register(region_of(pinned)).close()
+    assert (pinned == 1).all()
+    child = os.fork()
+    if not child:
+        pinned[:] = 2
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (pinned == 1).all()
 
 
 def test_a_refused_alias_leaves_nothing_registered(platform: RocmPlatform, hip: Any, pinned: np.ndarray) -> None:
