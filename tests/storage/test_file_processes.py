@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from kvhoist.errors import ClosedError
+
 DEADLINE_S = 30
 
 ZYGOTE = """
@@ -92,6 +94,28 @@ def zygote() -> Iterator[Zygote]:
     process = Zygote()
     yield process
     process.close()
+
+
+def test_a_forked_child_is_refused_and_its_close_changes_nothing(stores: Any, pages: Any) -> None:
+    """It would write where its parent writes, and holds the same locks."""
+    store = stores.open()
+    assert all(pages.put(store, range(4)))
+    child = os.fork()
+    if not child:
+        num_refused = 0
+        for act in (lambda: pages.put(store, [7]), lambda: pages.read(store, [1]), lambda: store.remove([])):
+            try:
+                act()
+            except ClosedError as error:
+                num_refused += "forked from" in str(error)
+        store.close()
+        os._exit(num_refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert all(pages.put(store, range(4, 8)))
+    other = stores.open()
+    assert other.num_segments() == (0, 1), "the segment still is its owner's"
+    assert pages.read(other, range(8)) == pages.read(store, range(8)) == ["good"] * 8
+    store.audit()
 
 
 def test_killed_at_100_random_moments_no_confirmed_page_is_lost(stores: Any, pages: Any, zygote: Zygote) -> None:

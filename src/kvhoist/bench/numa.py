@@ -12,6 +12,7 @@ import numpy as np
 from kvhoist.errors import ConfigError
 from kvhoist.platform.base import region_of
 from kvhoist.platform.page_moves import answer_name, move_pages
+from kvhoist.private_memory import private_memory
 
 _NODES = Path("/sys/devices/system/node/has_memory")
 _STATUS = Path("/proc/self/status")
@@ -44,7 +45,7 @@ def memory_nodes(nodes: Path = _NODES, status: Path = _STATUS) -> tuple[int, ...
 
 def check_moves(nodes: tuple[int, ...]) -> None:
     """Move a page from node to node. Raises ConfigError that says what the kernel has against it, and the remedy."""
-    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+    with private_memory(mmap.PAGESIZE) as page:
         page[0] = 1
         address = region_of(np.frombuffer(page, np.uint8)).address
         for node in nodes:

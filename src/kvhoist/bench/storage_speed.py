@@ -6,7 +6,6 @@ inside the time of a write, the page cache dropped before a read.
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 import shutil
@@ -21,6 +20,7 @@ import numpy as np
 
 from kvhoist.bench import fio
 from kvhoist.messages import WHOLE, PageKey, StorageKey
+from kvhoist.private_memory import private_memory
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.file import FileStore
 from kvhoist.storage.file.capacity import DEFAULT_CAPACITY_BYTES
@@ -126,7 +126,7 @@ def _figures(rates: dict[str, list[tuple[float, float]]], column: int) -> dict[s
 
 def aligned_bytes(num_bytes: int) -> Any:
     """Return random bytes that lie aligned, as host pages do."""
-    array = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+    array = np.frombuffer(private_memory(num_bytes), dtype=np.uint8)
     array[:] = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
     return array
 

@@ -6,7 +6,6 @@ A kernel brings them over: a copy would queue behind all copies of pages that ar
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from kvhoist.platform.base import (
     region_of,
 )
 from kvhoist.platform.cpu import host_view
+from kvhoist.private_memory import private_memory
 
 _LEAST_IDS = 1024
 _STEP_BYTES, _BLOCK_THREADS, _MAX_BLOCKS = 128, 256, 8
@@ -119,7 +119,7 @@ class IdBuffers:
 
 def _whole_pages(num_bytes: int) -> ByteArray:
     """Return memory that shares no page with other memory: pages are what a runtime pins, and unpins."""
-    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    return np.frombuffer(private_memory(num_bytes), dtype=np.uint8)
 
 
 def _is_free(buffer: IdBuffer) -> bool:

@@ -20,6 +20,7 @@ from kvhoist.layout import HostOrder, Layout, host_layout
 from kvhoist.memory.budget import Budget, host_budget
 from kvhoist.platform.base import ByteArray, MemoryRegion
 from kvhoist.platform.cpu import host_view
+from kvhoist.private_memory import private_memory
 from kvhoist.units import format_bytes, parse_bytes
 
 _log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ def _num_pages(group: CacheGroup, num_pages: int | None, host_bytes: int | str |
 
 def _map(num_bytes: int, budget: Budget) -> mmap.mmap:
     try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = private_memory(num_bytes)
     except (OSError, OverflowError) as error:
         raise _no_memory(num_bytes, budget) from error
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages: more TLB misses, nothing else

@@ -77,6 +77,14 @@ def identity_of(key: StorageKey) -> bytes:
         raise _unusable(key) from error
 
 
+def own_identity(key: StorageKey, header: bytes) -> bytes:
+    """Return the identity of a key whose header this is. Raises ConfigError for another's."""
+    identity = identity_of(key)
+    if len(header) != HEADER_BYTES or header[IDENTITY] != identity:
+        raise ConfigError(f"the header of {key} is not its own", expected=f"{HEADER_BYTES} bytes made by Sealer.seal")
+    return identity
+
+
 def key_of(identity: bytes) -> StorageKey:
     """Return the key that `identity_of` packed."""
     namespace, group, rank, num_ranks, length, chain_hash = _IDENTITY.unpack(identity)

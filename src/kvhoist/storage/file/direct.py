@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvhoist.errors import ConfigError, StoreUnavailableError
+from kvhoist.private_memory import private_memory
 from kvhoist.storage.base import Buffer, address_of
 from kvhoist.storage.file.vectored import MAX_BUFFERS, move
 from kvhoist.units import round_up
@@ -130,7 +131,7 @@ class Direct:
     def _bounce(self) -> Iterator[Buffer]:
         bounce = self._bounces.get()
         try:
-            bounce = bounce or mmap.mmap(-1, _BOUNCE_BYTES)
+            bounce = bounce or private_memory(_BOUNCE_BYTES)
             yield memoryview(bounce)
         finally:
             self._bounces.put(bounce)
@@ -189,7 +190,7 @@ def _empty(pieces: Sequence[Piece], buffers: Sequence[Buffer]) -> None:
 
 def _refusal(folder: Path, format_file: Path) -> OSError | None:
     """Return with what the file system refuses O_DIRECT, by reading a store's file, or writing one that has no name."""
-    with mmap.mmap(-1, ALIGNMENT) as block:
+    with private_memory(ALIGNMENT) as block:
         try:
             if format_file.is_file():
                 fd = os.open(format_file, os.O_RDONLY | os.O_DIRECT)

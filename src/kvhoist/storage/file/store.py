@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kvhoist.errors import ClosedError, ConfigError, StoreUnavailableError
+from kvhoist.errors import ClosedError, StoreUnavailableError
 from kvhoist.messages import StorageKey
 from kvhoist.storage.base import Buffer, StoreStats
 from kvhoist.storage.file.capacity import default_capacity_bytes, segment_bytes_for
@@ -20,7 +20,7 @@ from kvhoist.storage.file.reader import Reader
 from kvhoist.storage.file.shelf import Place
 from kvhoist.storage.file.sync import Syncer, interval_of
 from kvhoist.storage.file.writer import Page, Writer
-from kvhoist.storage.record import HEADER_BYTES, IDENTITY, identity_of, key_of
+from kvhoist.storage.record import IDENTITY, identity_of, key_of, own_identity
 from kvhoist.units import parse_bytes
 
 _CLOSE_TIMEOUT_S = 30.0
@@ -41,7 +41,7 @@ class FileStore:
     Raises ConfigError for options that cannot work and, before anything is changed, StorageError for a path that is a
     file or another's folder, StoreFormatError for another version, StoreUnavailableError for a folder without access,
     or without O_DIRECT for `direct="on"`.
-    Not to be used across a fork.
+    A forked child cannot use it: calls raise ClosedError there, and `close` does nothing.
     """
 
     name = "file"
@@ -88,6 +88,7 @@ class FileStore:
             orphan_grace_s=orphan_grace_s,
         )
         self._closed = False
+        self._pid = os.getpid()
         try:
             self._neighbours.start()
         except OSError as error:
@@ -116,7 +117,7 @@ class FileStore:
         self._check_writable()
         self._neighbours.refresh()
         pages = [
-            Page(i, _checked_identity(key, header), header, blob)
+            Page(i, own_identity(key, header), header, blob)
             for i, (key, header, blob) in enumerate(zip(keys, headers, blobs, strict=True))
         ]
         held = self._writer.put(pages)
@@ -223,6 +224,8 @@ class FileStore:
 
     def close(self) -> None:
         """Finish what was begun and close the files, which gives the segments to whoever opens the folder next."""
+        if os.getpid() != self._pid:  # its locks may be held by threads that are not here
+            return
         with self._lock:
             self._closed = True
             self._lock.wait_for(lambda: not self._index.pending, timeout=_CLOSE_TIMEOUT_S)
@@ -284,6 +287,8 @@ class FileStore:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the store in {self._folder.path} was closed", remedy="Open it again with open_store().")
+        if os.getpid() != self._pid:
+            raise ClosedError("this store is of the process that this one was forked from", remedy="Open it in each.")
 
     def _check_writable(self) -> None:
         self._check_open()
@@ -291,10 +296,3 @@ class FileStore:
             raise StoreUnavailableError(
                 f"the store in {self._folder.path} was opened read-only", remedy="Open it without read_only to write."
             )
-
-
-def _checked_identity(key: StorageKey, header: bytes) -> bytes:
-    identity = identity_of(key)
-    if len(header) != HEADER_BYTES or header[IDENTITY] != identity:
-        raise ConfigError(f"the header of {key} is not its own", expected=f"{HEADER_BYTES} bytes made by Sealer.seal")
-    return identity

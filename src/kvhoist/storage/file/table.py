@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Callable
 
+from kvhoist.private_memory import private_memory
 from kvhoist.storage.base import Buffer
 from kvhoist.storage.file.direct import ALIGNMENT
 
@@ -38,9 +38,9 @@ class OwnTable:
 
     def __init__(self, table: bytes, num_bytes: int, write: Callable[[Buffer, int], None]) -> None:
         """`table`: headers that the disk has; the rest is zeros. `num_bytes`: whole blocks."""
-        self._kept = memoryview(mmap.mmap(-1, num_bytes))
+        self._kept = memoryview(private_memory(num_bytes))
         self._kept[ALIGNMENT:][: len(table)] = table
-        self._written = memoryview(mmap.mmap(-1, num_bytes))  # blocks on their way, which must not change meanwhile
+        self._written = memoryview(private_memory(num_bytes))  # blocks on their way, which must not change meanwhile
         self._write_blocks = write
         self._changed: set[int] = set()
         self._next = _Write()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvhoist.errors import StorageError
+from kvhoist.private_memory import private_memory
 from kvhoist.storage.base import Buffer, address_of
 
 
@@ -47,7 +47,7 @@ class Pool:
     """Memory of its own, given out in pieces of at most half of it; `start` is its address. Thread-safe."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = private_memory(num_bytes)
         self._view = memoryview(self._memory)
         self.start = address_of(self._view)
         self.num_bytes = num_bytes
