@@ -1,4 +1,4 @@
-"""Memory that is its process's alone."""
+"""Memory that its process's children neither share nor copy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import pytest
 from kvhoist.private_memory import private_memory
 
 
-def test_a_forked_child_has_a_copy() -> None:
+def test_a_forked_child_has_zeros_and_changes_nothing_of_its_parents() -> None:
     memory = private_memory(5000)
     assert memory[:] == bytes(5000)
+    memory[:] = b"p" * 5000
     child = os.fork()
     if not child:
-        memory[:] = b"x" * 5000
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert memory[:] == bytes(5000)
+        wiped = memory[:] == bytes(5000)
+        memory[:] = b"c" * 5000
+        os._exit(wiped)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert memory[:] == b"p" * 5000
 
 
 def test_more_than_there_is_raises() -> None:
