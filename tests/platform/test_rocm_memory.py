@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 from typing import Any
 
 import kernel_shim
 import numpy as np
 import pytest
+from forks import status_in_fork
 from hip_simulator import NOT_SUPPORTED, device_array, in_thread
 from mover_support import until
 
@@ -136,11 +136,12 @@ def test_what_is_no_longer_registered_is_this_process_s_alone(platform: RocmPlat
     pinned[:] = 1
     platform.register(region_of(pinned)).close()
     assert (pinned == 1).all()
-    child = os.fork()
-    if not child:
+
+    def write() -> int:
         pinned[:] = 2
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+        return 0
+
+    assert status_in_fork(write) == 0
     assert (pinned == 1).all()
 
 

@@ -58,7 +58,7 @@ class _Measure:
             for name, one in taken.items():
                 seconds[name] += [one] if turn >= self._unmeasured else []
         rates = {name: num_bytes / statistics.median(found) / (1 << 30) for name, found in seconds.items()}
-        return {f"{name}_gib_s": None if self.is_simulated else round(rate, 2) for name, rate in rates.items()}
+        return {f"{name}_gib_s": None if self.is_simulated else round(rate, 4) for name, rate in rates.items()}
 
 
 def write_back(target: Target) -> Iterator[Row]:

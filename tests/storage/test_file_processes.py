@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import status_in_fork
 
 from kvhoist.errors import ClosedError
 
@@ -100,8 +101,8 @@ def test_a_forked_child_is_refused_and_its_close_changes_nothing(stores: Any, pa
     """It would write where its parent writes, and holds the same locks."""
     store = stores.open()
     assert all(pages.put(store, range(4)))
-    child = os.fork()
-    if not child:
+
+    def be_refused() -> int:
         num_refused = 0
         for act in (lambda: pages.put(store, [7]), lambda: pages.read(store, [1]), lambda: store.remove([])):
             try:
@@ -109,8 +110,9 @@ def test_a_forked_child_is_refused_and_its_close_changes_nothing(stores: Any, pa
             except ClosedError as error:
                 num_refused += "forked from" in str(error)
         store.close()
-        os._exit(num_refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        return num_refused
+
+    assert status_in_fork(be_refused) == 3
     assert all(pages.put(store, range(4, 8)))
     other = stores.open()
     assert other.num_segments() == (0, 1), "the segment still is its owner's"

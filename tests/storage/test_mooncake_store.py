@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import pytest
+from forks import status_in_fork
 from mooncake_support import DEADLINE_S, Master
 from support import TinyEngine
 
@@ -147,14 +148,15 @@ def test_a_store_whose_master_is_not_there_does_not_open() -> None:
 
 def test_a_child_of_the_process_cannot_use_its_parents_client(store: MooncakeStore, pages: Any) -> None:
     pages.put(store, [1])
-    pid = os.fork()
-    if pid == 0:
+
+    def be_refused() -> int:
         try:
             store.exists(pages.keys([1]))
         except ClosedError:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            return 7
+        return 1
+
+    assert status_in_fork(be_refused) == 7
 
 
 def test_a_cache_registers_its_arena_and_takes_it_back(store: MooncakeStore) -> None:

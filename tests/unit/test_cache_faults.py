@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+from forks import status_in_fork
 from support import PAGE_TOKENS, TinyEngine, namespace
 
 from kvhoist import acquire
@@ -415,17 +415,16 @@ def test_a_forked_child_is_told_instead_of_waiting_for_threads_that_are_not_ther
     with TinyEngine(device_pages=16, host_pages=16) as engine:
         engine.run(PROMPT)
         assert engine.cache.flush(10)
-        child = os.fork()
-        if not child:
-            status = 1
+
+        def be_told() -> int:
             try:
                 engine.cache.match(PROMPT)
             except ClosedError:
                 engine.cache.close()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+                return 0
+            return 1
+
+        assert status_in_fork(be_told) == 0
 
 
 # -- write_back ----------------------------------------------------------------------------------------------------

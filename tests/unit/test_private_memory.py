@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from forks import status_in_fork
 
 from kvhoist.private_memory import private_memory
 
@@ -13,12 +12,13 @@ def test_a_forked_child_has_zeros_and_changes_nothing_of_its_parents() -> None:
     memory = private_memory(5000)
     assert memory[:] == bytes(5000)
     memory[:] = b"p" * 5000
-    child = os.fork()
-    if not child:
+
+    def look_and_write() -> int:
         wiped = memory[:] == bytes(5000)
         memory[:] = b"c" * 5000
-        os._exit(wiped)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        return int(wiped)
+
+    assert status_in_fork(look_and_write) == 1
     assert memory[:] == b"p" * 5000
 
 

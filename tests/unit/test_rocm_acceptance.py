@@ -261,8 +261,7 @@ def test_on_a_gpu_speeds_stand_in_the_table_beside_the_published_ones(measured: 
         *(("mapped", quota) for quota in speeds.QUOTAS),
     }
     assert len(load) == 7 * 2
-    assert all(row["pass"] for row in load)
-    assert {type(row[rate]) for row in load for rate in ("load_gib_s", "peak_gib_s")} == {float}
+    assert all(row["pass"] and row["load_gib_s"] > 0 and row["peak_gib_s"] > 0 for row in load)
     html = page(measured)
     cell = f"{write_back[0]['staged_gib_s']:.2f} / {write_back[0]['mapped_gib_s']:.2f}<br><small>21.12 / 25.59</small>"
     assert cell in html

@@ -265,10 +265,12 @@ def test_a_forked_child_holds_no_socket(opened: RuntimeServer, folder: Path) -> 
     come, go = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        opened.close()  # which must not remove the parent's file
-        os.write(come[1], b"%d" % opened._listener.fileno())
-        os.read(go[0], 1)
-        os._exit(0)
+        try:
+            opened.close()  # which must not remove the parent's file
+            os.write(come[1], b"%d" % opened._listener.fileno())
+            os.read(go[0], 1)
+        finally:
+            os._exit(0)
     assert os.read(come[0], 10) == b"-1"
     try:
         assert ask(opened.path, {"do": "status"}, 5)["pid"] == os.getpid()
